@@ -1,0 +1,1 @@
+"""Automatic parallelisation for JAX."""

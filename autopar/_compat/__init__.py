@@ -1,0 +1,1 @@
+"""Differences between JAX versions, one file each, with the version at which it can go."""

@@ -1,0 +1,1 @@
+"""The graph IR: meshes, shardings, ops, and their verifier."""

@@ -1,0 +1,1 @@
+"""Clusters of ops and repeated layers."""

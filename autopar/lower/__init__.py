@@ -1,0 +1,1 @@
+"""From (plan, jaxpr) to programs."""

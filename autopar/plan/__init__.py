@@ -1,0 +1,1 @@
+"""The frozen plan and its file format."""

@@ -1,0 +1,1 @@
+"""Datasheet figures of known hardware, as JSON."""

@@ -1,0 +1,1 @@
+"""Intra-op sharding: one problem, several exact solvers."""

@@ -1,0 +1,1 @@
+"""ILP back-ends, each named in one registry and loaded on use."""
