@@ -1,0 +1,45 @@
+"""Where an equation comes from. JAX has no public accessor for it; delete when it gets one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+
+_JAX_ROOT = os.path.dirname(jax.__file__) + os.sep
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen")
+
+
+def _line(frame: Any) -> int:
+    return int(getattr(frame, "line_num", 0) or getattr(frame, "start_line", 0))
+
+
+def user_source(source_info: Any) -> str:
+    """`folder/file.py:12 (function)`: the innermost frame outside installed libraries.
+
+    Falls back to the innermost frame outside JAX, then to the empty string. Only the last two
+    path components are kept, so that a plan reads the same on every host.
+    """
+    traceback = getattr(source_info, "traceback", None)
+    if traceback is None:
+        return ""
+    fallback = ""
+    for frame in traceback.frames:
+        name = frame.file_name
+        if name.startswith(_JAX_ROOT) or "importlib" in name:
+            continue
+        text = f"{_short(name)}:{_line(frame)} ({frame.function_name})"
+        if not any(part in name for part in _LIBRARIES):
+            return text
+        fallback = fallback or text
+    return fallback
+
+
+def _short(path: str) -> str:
+    return "/".join(path.replace(os.sep, "/").split("/")[-2:])
+
+
+def scope_of(source_info: Any) -> str:
+    """The equation's own name stack, `jvp()/transpose(jvp())`, without its callers'."""
+    return str(getattr(source_info, "name_stack", ""))

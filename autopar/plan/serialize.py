@@ -1,0 +1,189 @@
+"""The plan's file: versioned JSON, written atomically, with repeated texts stored once."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError, PlanError
+from autopar.ir.mesh import Mesh
+from autopar.ir.reshard import parse_step
+from autopar.ir.sharding import parse_sharding
+from autopar.plan.plan import (
+    PLAN_VERSION,
+    Boundary,
+    CostSummary,
+    FrozenPlan,
+    PricedCollective,
+    ReshardChoice,
+    SolverReport,
+)
+
+
+def _fold(texts: Sequence[str]) -> dict[str, Any]:
+    """A list of few distinct texts as a table and positions."""
+    table = list(dict.fromkeys(texts))
+    position = {text: number for number, text in enumerate(table)}
+    return {"table": table, "rows": [position[text] for text in texts]}
+
+
+def _unfold(data: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(data["table"][row] for row in data["rows"])
+
+
+def plan_to_json(plan: FrozenPlan) -> dict[str, Any]:
+    """The plan as JSON values."""
+    return {
+        "autopar_plan": PLAN_VERSION,
+        "function": plan.function,
+        "jax_version": plan.jax_version,
+        "fingerprint": plan.fingerprint,
+        "method": plan.method,
+        "mesh": [plan.mesh.names, plan.mesh.sizes],
+        "cluster": plan.cluster.to_json(),
+        "cost": {
+            "compute_seconds": plan.cost.compute_seconds,
+            "communication_seconds": plan.cost.communication_seconds,
+            "peak_bytes": plan.cost.peak_bytes,
+        },
+        "solver": {
+            "name": plan.solver.name,
+            "objective": plan.solver.objective,
+            "lower_bound": plan.solver.lower_bound,
+            "gap": plan.solver.gap,
+            "seconds": plan.solver.seconds,
+            "notes": plan.solver.notes,
+        },
+        "notes": plan.notes,
+        "num_hidden": plan.num_hidden,
+        "inputs": [_boundary(entry) for entry in plan.inputs],
+        "outputs": [_boundary(entry) for entry in plan.outputs],
+        "signatures": _fold(plan.signatures),
+        "strategies": _fold(plan.strategies),
+        "settled": [[value, str(sharding)] for value, sharding in plan.settled],
+        "reshards": {
+            "values": [choice.value for choice in plan.reshards],
+            "how": _fold([_reshard_text(choice) for choice in plan.reshards]),
+        },
+        "collectives": [
+            [c.kind, c.axes, c.elements, c.bytes, c.times, c.seconds, c.source, c.name, c.reduction]
+            for c in plan.collectives
+        ],
+    }
+
+
+def _boundary(entry: Boundary) -> list[Any]:
+    tail = [int(entry.donated), entry.tied]
+    return [entry.name, entry.shape, entry.dtype, str(entry.sharding), *tail]
+
+
+def _reshard_text(choice: ReshardChoice) -> str:
+    return f"{choice.source} {choice.target} {' '.join(str(step) for step in choice.steps)}"
+
+
+def _read_reshard(value: int, text: str) -> ReshardChoice:
+    source, target, *steps = text.split()
+    return ReshardChoice(
+        value, parse_sharding(source), parse_sharding(target), tuple(map(parse_step, steps))
+    )
+
+
+def _read_boundary(row: Sequence[Any]) -> Boundary:
+    name, shape, dtype, sharding, donated, tied = row
+    return Boundary(name, tuple(shape), dtype, parse_sharding(sharding), bool(donated), tied)
+
+
+def plan_from_json(data: Mapping[str, Any], *, file: str = "plan") -> FrozenPlan:
+    """Read a plan.
+
+    Raises:
+        PlanError: naming the file and what is wrong with it.
+    """
+    version = data.get("autopar_plan")
+    if version != PLAN_VERSION:
+        raise PlanError(
+            "this file is not a plan that this version reads",
+            where=file,
+            got=f"autopar_plan = {version!r}",
+            why=f"this version reads {PLAN_VERSION}",
+            remedy="make the plan again",
+        )
+    try:
+        return _read_plan(data, file)
+    except AutoparError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise PlanError(
+            "a plan file is damaged",
+            where=file,
+            got=f"{type(error).__name__}: {error}",
+            remedy="make the plan again",
+        ) from error
+
+
+def _read_plan(data: Mapping[str, Any], file: str) -> FrozenPlan:
+    names, sizes = data["mesh"]
+    solver = dict(data["solver"])
+    how = _unfold(data["reshards"]["how"])
+    reshards = zip(data["reshards"]["values"], how, strict=True)
+    return FrozenPlan(
+        function=data["function"],
+        jax_version=data["jax_version"],
+        fingerprint=data["fingerprint"],
+        signatures=_unfold(data["signatures"]),
+        cluster=Cluster.from_json(data["cluster"], file=file),
+        mesh=Mesh(tuple(names), tuple(sizes)),
+        method=data["method"],
+        inputs=tuple(_read_boundary(row) for row in data["inputs"]),
+        outputs=tuple(_read_boundary(row) for row in data["outputs"]),
+        num_hidden=data["num_hidden"],
+        strategies=_unfold(data["strategies"]),
+        settled=tuple((value, parse_sharding(text)) for value, text in data["settled"]),
+        reshards=tuple(_read_reshard(value, text) for value, text in reshards),
+        collectives=tuple(
+            PricedCollective(row[0], tuple(row[1]), *row[2:]) for row in data["collectives"]
+        ),
+        cost=CostSummary(**data["cost"]),
+        solver=SolverReport(**{**solver, "notes": tuple(solver["notes"])}),
+        notes=tuple(data["notes"]),
+    )
+
+
+def save_plan(plan: FrozenPlan, path: str | os.PathLike[str]) -> None:
+    """Write the plan; the file is complete or absent, never half-written."""
+    write_atomically(path, json.dumps(plan_to_json(plan), separators=(",", ":")) + "\n")
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file through a temporary file beside it."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent or ".")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_plan(path: str | os.PathLike[str]) -> FrozenPlan:
+    """Read a plan file.
+
+    Raises:
+        PlanError: the file is missing, is no JSON, or is no plan.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError("a plan file cannot be read", where=str(path), why=str(error)) from error
+    except ValueError as error:
+        raise PlanError("a plan file is no JSON", where=str(path), why=str(error)) from error
+    if not isinstance(data, dict):
+        raise PlanError("a plan file holds no object", where=str(path))
+    return plan_from_json(data, file=str(path))

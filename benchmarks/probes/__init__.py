@@ -1,0 +1,1 @@
+"""Probes: what the platform under autopar does, tried on the machine at hand."""

@@ -1,0 +1,39 @@
+"""A search space: logical meshes, allowed layouts of arguments, allowed reshard steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopar.ir.graph import OpGraph
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding import Sharding
+from autopar.solver.assemble import ALL_STEPS
+
+InputFilter = Callable[[Mesh, int, tuple[Sharding, ...]], tuple[Sharding, ...]]
+"""(mesh, input position, candidates) to the allowed candidates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What a method lets the solver choose from.
+
+    Attributes:
+        name: for the report.
+        meshes: logical meshes to try.
+        allowed: restricts how arguments are laid out; None: freely.
+        steps: reshard steps that may be used.
+    """
+
+    name: str
+    meshes: tuple[Mesh, ...]
+    allowed: InputFilter | None = None
+    steps: tuple[str, ...] = ALL_STEPS
+
+
+def batch_inputs(graph: OpGraph, batch: frozenset[int]) -> frozenset[int]:
+    """Positions of argument leaves that hold examples: those named, else the untied ones."""
+    if batch:
+        return batch
+    count = len(graph.inputs) - graph.num_hidden
+    return frozenset(i for i in range(count) if graph.inputs[i].tied_output < 0)

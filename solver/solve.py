@@ -1,0 +1,251 @@
+"""From (graph, cluster, method) to a frozen plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+
+from autopar.cluster import Cluster
+from autopar.errors import ArgumentError, SolveError
+from autopar.ir.graph import OpGraph
+from autopar.ir.mesh import Mesh, factorisations
+from autopar.lower.program import Program, Reshard, write_program
+from autopar.methods import (
+    DataParallel,
+    ManualParallel,
+    Method,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+)
+from autopar.plan.fingerprint import fingerprint, signatures
+from autopar.plan.plan import Boundary, CostSummary, FrozenPlan, ReshardChoice, SolverReport
+from autopar.rules.rule import Rule
+from autopar.rules.strategy import assignment_text
+from autopar.solver.assemble import Decisions, IntraModel, assemble
+from autopar.solver.cost.memory import peak_bytes
+from autopar.solver.intra.problem import Limits, Solution
+from autopar.solver.intra.solve import solve_problem
+from autopar.solver.price import communication_seconds, price_list
+from autopar.solver.search.data_parallel import data_parallel
+from autopar.solver.search.manual import manual
+from autopar.solver.search.space import Space
+from autopar.solver.search.zero import zero
+
+MAX_AXES = 2
+"""Logical meshes of more axes are tried only when asked for: their tables are large."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A solved logical mesh."""
+
+    model: IntraModel
+    decisions: Decisions
+    solution: Solution
+
+
+def space_of(method: Method, graph: OpGraph, cluster: Cluster, batch: frozenset[int]) -> Space:
+    """The search space that a method names.
+
+    Raises:
+        ArgumentError: the logical mesh does not fit the cluster.
+    """
+    devices = cluster.size
+    if isinstance(method, DataParallel):
+        return data_parallel(graph, devices, batch)
+    if isinstance(method, Zero2Parallel):
+        return zero(graph, devices, batch, stage=2)
+    if isinstance(method, Zero3Parallel):
+        return zero(graph, devices, batch, stage=3)
+    if isinstance(method, ManualParallel):
+        named = method.logical_mesh
+        mesh = Mesh(*zip(*named, strict=True)) if named else Mesh.of(*cluster.shape)
+        return manual(graph, _fitting(mesh, devices), method.specs)
+    sizes = method.logical_mesh if isinstance(method, ShardParallel) else None
+    if sizes is not None:
+        return Space("shard", (_fitting(Mesh.of(*sizes), devices),))
+    shapes = factorisations(devices, MAX_AXES) or ((1,),)
+    return Space("shard", tuple(Mesh.of(*shape) for shape in shapes))
+
+
+def _fitting(mesh: Mesh, devices: int) -> Mesh:
+    if mesh.size != devices:
+        raise ArgumentError(
+            "the logical mesh has another number of devices than the cluster",
+            got=f"{mesh} = {mesh.size} devices, cluster {devices}",
+            remedy="choose sizes whose product is the number of devices",
+        )
+    return mesh
+
+
+def solve(
+    graph: OpGraph,
+    rules: Sequence[Rule],
+    cluster: Cluster,
+    method: Method,
+    *,
+    batch: frozenset[int] = frozenset(),
+    progress: Progress = lambda text: None,
+) -> FrozenPlan:
+    """Find the best plan of a method.
+
+    Args:
+        graph: a verified graph.
+        rules: its rules.
+        cluster: hardware and prices.
+        method: search space and limits.
+        batch: positions of argument leaves that hold examples (for methods that split them).
+        progress: told what is being worked on.
+
+    Raises:
+        SolveError: nothing is feasible, or every plan needs more memory than allowed.
+    """
+    start = time.perf_counter()
+    space = space_of(method, graph, cluster, batch)
+    name = method.solver if isinstance(method, ShardParallel) else "auto"
+    limits = Limits(time_limit=method.time_limit / len(space.meshes))
+    answers = []
+    for mesh in space.meshes:
+        progress(f"solving {space.name} on mesh {mesh}")
+        answers.append(_answer(graph, rules, cluster, (space, mesh), (name, limits)))
+    best = min(answers, key=lambda answer: answer.solution.objective)
+    plan = freeze(best.model, best.decisions, best.solution, type(method).__name__)
+    seconds = time.perf_counter() - start
+    bound = min(answer.solution.lower_bound for answer in answers)
+    plan = replace(plan, solver=_report(best.solution, bound, seconds, answers))
+    return _within_memory(plan, method, cluster)
+
+
+def _answer(
+    graph: OpGraph,
+    rules: Sequence[Rule],
+    cluster: Cluster,
+    where: tuple[Space, Mesh],
+    how: tuple[str, Limits],
+) -> Answer:
+    space, mesh = where
+    narrow = space.allowed
+    model = assemble(
+        graph,
+        rules,
+        cluster,
+        mesh,
+        allowed=None if narrow is None else lambda i, options: narrow(mesh, i, options),
+        steps=space.steps,
+    )
+    solution = solve_problem(model.problem, solver=how[0], limits=how[1])
+    return Answer(model, model.decode(solution.choices), solution)
+
+
+def _report(
+    solution: Solution, bound: float, seconds: float, answers: Sequence[Answer]
+) -> SolverReport:
+    objective = solution.objective
+    gap = (objective - bound) / objective if objective > bound else 0.0
+    notes = list(solution.notes)
+    if len(answers) > 1:
+        tried = ", ".join(f"{a.model.mesh}: {a.solution.objective:.4g} s" for a in answers)
+        notes.append(f"logical meshes tried: {tried}")
+    return SolverReport(solution.name, objective, bound, gap, seconds, tuple(notes))
+
+
+def _within_memory(plan: FrozenPlan, method: Method, cluster: Cluster) -> FrozenPlan:
+    asked = getattr(method, "memory_bytes", None)
+    if asked is not None and plan.cost.peak_bytes > asked:
+        over = plan.cost.peak_bytes - asked
+        raise SolveError(
+            "the fastest plan does not fit in memory",
+            got=f"{plan.cost.peak_bytes:,} bytes a device, {over:,.0f} over memory_bytes",
+            why="the search does not yet trade time for memory",
+            remedy="Zero3Parallel(), more devices, or a smaller batch",
+        )
+    if plan.cost.peak_bytes > cluster.device.memory_bytes:
+        note = f"needs {plan.cost.peak_bytes:,} bytes a device, more than the device has"
+        return replace(plan, notes=(*plan.notes, note))
+    return plan
+
+
+def program_of_decisions(model: IntraModel, decisions: Decisions) -> Program:
+    """The program that decisions mean."""
+    return write_program(
+        model.graph,
+        model.mesh,
+        decisions.inputs,
+        decisions.ops,
+        decisions.settled,
+        decisions.outputs,
+        model.steps,
+    )
+
+
+def freeze(model: IntraModel, decisions: Decisions, solution: Solution, method: str) -> FrozenPlan:
+    """The frozen plan of decisions, priced."""
+    graph, rules = model.graph, model.rules
+    program = program_of_decisions(model, decisions)
+    lines = price_list(program, rules, model.collectives)
+    return FrozenPlan(
+        function=graph.name,
+        jax_version=jax.__version__,
+        fingerprint=fingerprint(graph),
+        signatures=signatures(graph),
+        cluster=model.collectives.cluster,
+        mesh=model.mesh,
+        method=method,
+        inputs=_inputs(graph, decisions),
+        outputs=_outputs(graph, decisions),
+        num_hidden=graph.num_hidden,
+        strategies=tuple(
+            assignment_text(rule, strategy.assignment, model.mesh)
+            for rule, strategy in zip(rules, decisions.ops, strict=True)
+        ),
+        settled=decisions.settled,
+        reshards=tuple(
+            ReshardChoice(step.value, step.source, step.target, step.steps)
+            for step in program.steps
+            if isinstance(step, Reshard)
+        ),
+        collectives=lines,
+        cost=CostSummary(
+            model.compute_seconds(decisions),
+            communication_seconds(lines),
+            peak_bytes(program, rules),
+        ),
+        solver=_report(solution, solution.lower_bound, solution.seconds, ()),
+        notes=(*graph.notes, *replicated_notes(graph, rules)),
+    )
+
+
+def _inputs(graph: OpGraph, decisions: Decisions) -> tuple[Boundary, ...]:
+    made = []
+    for entry, sharding in zip(graph.inputs, decisions.inputs, strict=True):
+        value = graph.values[entry.value]
+        tail = (entry.donated, entry.tied_output)
+        made.append(Boundary(entry.name, value.shape, str(value.dtype), sharding, *tail))
+    return tuple(made)
+
+
+def _outputs(graph: OpGraph, decisions: Decisions) -> tuple[Boundary, ...]:
+    return tuple(
+        Boundary(name, graph.shape_of(operand), str(graph.dtype_of(operand)), sharding)
+        for name, operand, sharding in zip(
+            graph.output_names, graph.outputs, decisions.outputs, strict=True
+        )
+    )
+
+
+def replicated_notes(graph: OpGraph, rules: Sequence[Rule]) -> tuple[str, ...]:
+    """One note per reason why ops run replicated, with the first user line."""
+    found: dict[str, list[str]] = {}
+    for op, rule in zip(graph.ops, rules, strict=True):
+        if rule.reason:
+            found.setdefault(rule.reason, []).append(op.source)
+    return tuple(
+        f"{len(places)} op(s) run replicated: {reason} (first at {places[0]})"
+        for reason, places in found.items()
+    )
