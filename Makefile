@@ -60,7 +60,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 notebook: $(STAMP)
-	for script in notebooks/*.py; do $(BIN)/jupytext --to ipynb --execute "$$script"; done
+	shopt -s nullglob; for script in notebooks/*.py; do $(BIN)/jupytext --to ipynb --execute "$$script"; done
 
 $(STAMP): $(LOCK) pyproject.toml
 	"$(INTERPRETER)" -m venv --clear $(VENV)

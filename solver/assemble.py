@@ -218,7 +218,7 @@ def assemble(
         inputs.append(allowed(position, options) if allowed else options)
     settled = pending_sums(graph, rules).settled
     layouts = tuple(input_shardings(graph.values[value].shape, mesh) for value in settled)
-    nodes = Nodes(graph, tuple(inputs), ops, settled, layouts)
+    nodes = Nodes(graph, tuple(rules), tuple(inputs), ops, settled, layouts)
     maker = _Maker(graph, tuple(rules), CollectiveModel(cluster, mesh), nodes, tuple(steps))
     return maker.model(follow(nodes))
 

@@ -1,7 +1,7 @@
 """Ops whose strategy follows from how one operand is made, and so need no decision of their own.
 
-An op follows an operand if *every* way the operand can be made, pending sums included, admits
-exactly one strategy that takes it as it is. A cast, a residual add, a layer norm's arithmetic or
+An op follows an operand that has all of the op's indices if *every* way the operand can be made,
+pending sums included, admits exactly one strategy that takes it as it is. A cast, a residual add, a layer norm's arithmetic or
 a reduction qualify; a nonlinear op on a value that may be a pending sum does not (where to finish
 the sum is a real decision), and neither does an op with an index of its own (a contraction, a
 broadcast). Among several such operands the one whose root is oldest is taken: a residual stream
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.graph import Literal, Op, OpGraph
 from autopar.ir.sharding import Sharding
+from autopar.rules.rule import Rule
 from autopar.rules.strategy import Strategy
 
 Mapping = NDArray[np.intp]
@@ -39,7 +40,7 @@ class Nodes:
     """What decides: input leaves, then ops, then the layouts in which shared sums are finished.
 
     Attributes:
-        graph: what is planned.
+        graph, rules: what is planned.
         inputs: per graph input, its candidate shardings.
         ops: per op, its candidate strategies.
         settled: value ids whose pending sum is finished once for all their uses.
@@ -47,6 +48,7 @@ class Nodes:
     """
 
     graph: OpGraph
+    rules: tuple[Rule, ...]
     inputs: tuple[tuple[Sharding, ...], ...]
     ops: tuple[tuple[Strategy, ...], ...]
     settled: tuple[int, ...]
@@ -95,7 +97,8 @@ def follow_oldest(nodes: Nodes) -> tuple[Group, ...]:
     indexes: dict[tuple[int, int], dict[Sharding, int]] = {}
     for op in nodes.graph.ops:
         node, options = nodes.op_node(op.index), nodes.ops[op.index]
-        group, age = _oldest(op, options, made, indexes) or (groups[node], node)
+        whole = whole_operands(nodes.rules[op.index])
+        group, age = _oldest((op, whole), options, made, indexes) or (groups[node], node)
         groups[node] = group
         for position, value in enumerate(op.outputs):
             number = layout_of.get(value)
@@ -108,13 +111,15 @@ def follow_oldest(nodes: Nodes) -> tuple[Group, ...]:
 
 
 def _oldest(
-    op: Op,
+    candidates: tuple[Op, tuple[int, ...]],
     options: Sequence[Strategy],
     made: dict[int, _Made],
     indexes: dict[tuple[int, int], dict[Sharding, int]],
 ) -> tuple[Group, int] | None:
     best: tuple[Group, int] | None = None
-    for position, operand in enumerate(op.inputs):
+    op, positions = candidates
+    for position in positions:
+        operand = op.inputs[position]
         if isinstance(operand, Literal):
             continue
         source = made[operand]
@@ -127,6 +132,20 @@ def _oldest(
         if min(found) >= 0:
             best = Group(source.root, np.array(found, dtype=np.intp)), source.age
     return best
+
+
+def whole_operands(rule: Rule) -> tuple[int, ...]:
+    """Operands whose dims hold every index of the op: a layout of theirs says all."""
+    wanted = {
+        position
+        for position, factor in enumerate(rule.factors)
+        if factor.size is not None and factor.size > 1
+    }
+    return tuple(
+        position
+        for position, dims in enumerate(rule.ins)
+        if wanted <= {factor for factors in dims for factor in factors}
+    )
 
 
 def _unique_by_operand(options: Sequence[Strategy], position: int) -> dict[Sharding, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -50,7 +50,7 @@ class Answer:
     solution: Solution
 
 
-def space_of(method: Method, graph: OpGraph, cluster: Cluster, batch: frozenset[int]) -> Space:
+def space_of(method: Method, graph: OpGraph, cluster: Cluster, batch: Mapping[int, int]) -> Space:
     """The search space that a method names.
 
     Raises:
@@ -90,7 +90,7 @@ def solve(
     cluster: Cluster,
     method: Method,
     *,
-    batch: frozenset[int] = frozenset(),
+    batch: Mapping[int, int] | None = None,
     progress: Progress = lambda text: None,
 ) -> FrozenPlan:
     """Find the best plan of a method.
@@ -100,14 +100,14 @@ def solve(
         rules: its rules.
         cluster: hardware and prices.
         method: search space and limits.
-        batch: positions of argument leaves that hold examples (for methods that split them).
+        batch: positions of argument leaves that hold examples, with their batch dims.
         progress: told what is being worked on.
 
     Raises:
         SolveError: nothing is feasible, or every plan needs more memory than allowed.
     """
     start = time.perf_counter()
-    space = space_of(method, graph, cluster, batch)
+    space = space_of(method, graph, cluster, batch or {})
     name = method.solver if isinstance(method, ShardParallel) else "auto"
     limits = Limits(time_limit=method.time_limit / len(space.meshes))
     answers = []

@@ -10,6 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from jax import dtypes
+
+
+def is_number(dtype: Any) -> bool:
+    """Whether values of `dtype` can be added: not booleans, keys, or the float0 of no gradient."""
+    return bool(dtypes.issubdtype(dtype, np.number))
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -40,7 +48,7 @@ class Value:
     @property
     def summable(self) -> bool:
         """Whether the value may be held as pending sums (numbers can, booleans and keys not)."""
-        return getattr(self.dtype, "kind", "?") in "fciuV" and not hasattr(self.dtype, "_impl")
+        return is_number(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

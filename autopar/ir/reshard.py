@@ -15,6 +15,7 @@ A step is legal only where it keeps blocks contiguous: axes enter and leave a di
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from autopar.ir.sharding import Sharding
 
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 LOCAL_STEPS = ("slice", "mask")
+
+_TEXT = re.compile(r"(?P<kind>[a-z-]+)\((?P<axes>\w+(?:\.\w+)*)\)(?P<dims>(?:@\d+){0,2})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,11 @@ def parse_step(text: str) -> Step:
     Raises:
         VerifyError: the text is not a step.
     """
-    kind, _, rest = text.partition("(")
-    axes, close, dims = rest.partition(")")
-    numbers = [int(part) for part in dims.split("@")[1:]] if close else []
-    if kind not in COLLECTIVES + LOCAL_STEPS or not close or len(numbers) > 2:
+    match = _TEXT.fullmatch(text)
+    if match is None or match["kind"] not in COLLECTIVES + LOCAL_STEPS:
         raise VerifyError("a reshard step cannot be read", got=text)
-    return Step(kind, tuple(axes.split(".")), *numbers)
+    numbers = [int(part) for part in match["dims"].split("@")[1:]]
+    return Step(match["kind"], tuple(match["axes"].split(".")), *numbers)
 
 
 def apply_step(sharding: Sharding, step: Step, mesh: Mesh) -> Sharding:

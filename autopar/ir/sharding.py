@@ -8,10 +8,15 @@ the blocks held along y. The empty brackets `[]` are a scalar.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 from autopar.errors import VerifyError
 from autopar.ir.mesh import Mesh
+
+_AXES = r"\w+(?:\.\w+)*"
+_DIM = f"(?:-|{_AXES})"
+_TEXT = re.compile(rf"\[(?P<dims>(?:{_DIM}(?:,{_DIM})*)?)\](?:\+(?P<partial>{_AXES}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +68,12 @@ def parse_sharding(text: str) -> Sharding:
     Raises:
         VerifyError: the text is not of that form.
     """
-    body, _, partial = text.partition("]")
-    if not body.startswith("[") or (partial and not partial.startswith("+")):
+    match = _TEXT.fullmatch(text)
+    if match is None:
         raise VerifyError("a sharding cannot be read", got=text, why="want [x,-,y.z] or [x]+y")
-    cells = body[1:].split(",") if body != "[" else []
+    cells = match["dims"].split(",") if match["dims"] else []
     dims = tuple(() if cell == "-" else tuple(cell.split(".")) for cell in cells)
-    return Sharding(dims, tuple(partial[1:].split(".")) if partial else ())
+    return Sharding(dims, tuple(match["partial"].split(".")) if match["partial"] else ())
 
 
 def check_sharding(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> None:

@@ -16,19 +16,29 @@ def verify_graph(graph: OpGraph) -> None:
         if value.id != position:
             raise VerifyError(f"value {value.id} stands at position {position}")
     defined = _verify_inputs(graph)
+    _verify_ops(graph, defined)
+    for operand in graph.outputs:
+        if not isinstance(operand, Literal) and operand not in defined:
+            raise VerifyError(f"output v{operand} is never made")
+
+
+def _verify_ops(graph: OpGraph, defined: set[int]) -> None:
+    """Check each op against what is defined before it; add what it makes to `defined`."""
     for position, op in enumerate(graph.ops):
         if op.index != position:
             raise VerifyError(f"op {op.index} stands at position {position}", where=op.source)
         for operand in op.inputs:
             if not isinstance(operand, Literal) and operand not in defined:
-                raise VerifyError(f"op {position} ({op.name}) uses v{operand} before it is made")
+                raise VerifyError(
+                    f"op {position} ({op.name}) uses v{operand} before it is made",
+                    where=op.source,
+                )
         for output in op.outputs:
             if output in defined:
-                raise VerifyError(f"op {position} ({op.name}) makes v{output} a second time")
+                raise VerifyError(
+                    f"op {position} ({op.name}) makes v{output} a second time", where=op.source
+                )
             defined.add(output)
-    for operand in graph.outputs:
-        if not isinstance(operand, Literal) and operand not in defined:
-            raise VerifyError(f"output v{operand} is never made")
 
 
 def _verify_inputs(graph: OpGraph) -> set[int]:

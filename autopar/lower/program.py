@@ -130,7 +130,9 @@ class _Writer:
             check_sharding(state, entry.shape, self.mesh)
             if step.kind not in LOCAL_STEPS:
                 sums = step.kind in ("all-reduce", "reduce-scatter")
-                self._collective(step.kind, step.axes, elements, (op, value), (sums and "sum") or "")
+                self._collective(
+                    step.kind, step.axes, elements, (op, value), (sums and "sum") or ""
+                )
         if state != target:
             raise VerifyError(f"reshard steps of v{value} end in {state}, not in {target}")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autopar.rules.rule import Eqn, Local, Rule, RuleMaker, is_number, make_rule, summed
+from autopar.ir.graph import is_number
+from autopar.rules.rule import Eqn, Local, Rule, RuleMaker, make_rule, summed
 
 
 def dot_general(eqn: Eqn) -> Rule:

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.rules.rule import Eqn, Local, Rule, RuleMaker, is_number, make_rule, replicate, summed
+from autopar.ir.graph import is_number
+from autopar.rules.rule import Eqn, Local, Rule, RuleMaker, make_rule, replicate, summed
 
 
 def _index_names(rank: int, taken: dict[int, str]) -> list[str]:

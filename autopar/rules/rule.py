@@ -24,11 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from jax import dtypes
-
 from autopar.errors import RuleError
 from autopar.ir.block import AxisIndex, Block, block_of
+from autopar.ir.graph import is_number
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
 
@@ -192,6 +190,9 @@ def make_rule(
     for dims, shapes in ((ins, eqn.in_shapes), (outs, eqn.out_shapes)):
         for names, shape in zip(dims, shapes, strict=True):
             _learn_sizes(eqn, names, shape, known)
+    for dims, shapes in ((ins, eqn.in_shapes), (outs, eqn.out_shapes)):
+        for names, shape in zip(dims, shapes, strict=True):
+            _check_compounds(eqn, names, shape, known)
     special = factors or {}
     index = {name: position for position, name in enumerate(known)}
     made = [_factor(name, size, special.get(name)) for name, size in known.items()]
@@ -207,11 +208,6 @@ def make_rule(
         bind,
         flops,
     )
-
-
-def is_number(dtype: Any) -> bool:
-    """Whether values of `dtype` may be held as pending sums: numbers, not booleans or keys."""
-    return bool(dtypes.issubdtype(dtype, np.number))
 
 
 def _all_numbers(eqn: Eqn, ins: Sequence[int], outs: Sequence[int]) -> bool:
@@ -247,11 +243,17 @@ def _learn_sizes(
             raise RuleError(
                 f"{eqn.name}: factor {parts[0]!r} has two sizes", got=f"{known[parts[0]]}, {size}"
             )
+
+
+def _check_compounds(
+    eqn: Eqn, names: Sequence[str], shape: tuple[int, ...], known: Mapping[str, int]
+) -> None:
     for name, size in zip(names, shape, strict=True):
         parts = [part for part in name.split() if part != "."]
-        if len(parts) > 1 and all(part in known for part in parts):
-            if math.prod(known[part] for part in parts) != size:
-                raise RuleError(f"{eqn.name}: factors {parts} do not make {size}")
+        if unknown := [part for part in parts if part not in known]:
+            raise RuleError(f"{eqn.name}: factor {unknown[0]!r} has no size")
+        if len(parts) > 1 and math.prod(known[part] for part in parts) != size:
+            raise RuleError(f"{eqn.name}: factors {parts} do not make {size}")
 
 
 def _dim_map(names: Sequence[str], index: Mapping[str, int]) -> DimMap:

@@ -5,11 +5,11 @@
     backward   the rest of what depends on the batch
     update     what needs finished gradients
 
-The regions are names for people. *When* an op runs (before, in or after the loop over micro-batches)
-is decided in `trace/placement.py`, and that is what makes the result exact: an op runs in the loop
-by its factor rule, or on whole values. A whole value of the batch is free before the loop if no
-parameter is needed to make it; after the loop it costs what micro-batching was to save, so that is
-refused where heavy work would follow.
+The regions are names for people. *When* an op runs (before, in or after the loop over
+micro-batches) is decided in `trace/placement.py`, and that is what makes the result exact: an op
+runs in the loop by its factor rule, or on whole values. A whole value of the batch is free before
+the loop if no parameter is needed to make it; after the loop it costs what micro-batching was to
+save, so that is refused where heavy work would follow.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ _TRANSFORM = re.compile(r"\b(jvp|transpose)\(")
 _REMEDY = (
     "compute it per example, or from the batch without parameters, or let it only multiply the "
     "loss as a scalar; or num_micro_batches=1"
+)
+_UNRULED_REMEDY = (
+    "write it with operations that have a rule (jax.lax.scan over time or layers has one); or "
+    "num_micro_batches=1"
 )
 
 
@@ -168,13 +172,14 @@ def _refusal(
     got = f"{cause.name} of {cause.scope or 'the step'}: {reason}"
     if statistic is not None and statistic.source:
         got += f"; it uses the {statistic.name} over the batch from {statistic.source}"
+    unruled = facts.rules[cause.index].reason
     return MicrobatchError(
         f"{facts.graph.name} cannot be split into {facts.count} micro-batches exactly",
         where=cause.source or heavy.source,
         got=got,
         why=f"{heavy.name} ({heavy.source}) needs the result for each example, and it is known "
         "only after the last micro-batch",
-        remedy=_REMEDY,
+        remedy=_UNRULED_REMEDY if unruled else _REMEDY,
     )
 
 

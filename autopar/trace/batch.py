@@ -1,7 +1,7 @@
 """The batch factor in one op: which part of which dim it is, and what an op makes of it.
 
-Micro-batching is sharding over time. The batch is cut into `m` contiguous slices by a pseudo axis of
-size `m`, the *micro factor*, and each value is in one of five states towards it:
+Micro-batching is sharding over time. The batch is cut into `m` contiguous slices by a pseudo axis
+of size `m`, the *micro factor*, and each value is in one of five states towards it:
 
 | state   | what is held                                          | when it is known      |
 |---------|-------------------------------------------------------|-----------------------|
@@ -15,8 +15,8 @@ A value may carry a *scale*: scalars known only after the loop that still have t
 backward pass is linear in its cotangent, so `d sqrt(mean(l))` runs in the loop with 1 in place of
 `1 / (2 sqrt(mean(l)))`, and the finished gradients are multiplied once.
 
-Dims are matched by the factors of the ops' rules alone. Sizes never decide, so a batch of 8 examples
-of length 8 and width 8 is no harder than any other.
+Dims are matched by the factors of the ops' rules alone. Sizes never decide, so a batch of 8
+examples of length 8 and width 8 is no harder than any other.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Body:
     """The body of a scan over something other than the batch, divided like the step around it.
 
     Attributes:
-        graph, rules, count: of the body; its inputs are constants, carry, and one slice of the rest.
+        graph, rules, count: of the body; inputs are constants, carry, and one slice of the rest.
         placed, states: per op and per value; all ops run BEFORE or in the LOOP, in order.
         ends: per result, how it is taken: a whole end of a split carry is sliced.
         hidden: the values of its closed-over arrays.
@@ -172,7 +172,7 @@ Slot = tuple[int, int]
 
 
 def factor_at(rule: Rule, dims: DimMap, position: Position, count: int) -> Slot | None:
-    """The op's factor that holds the micro factor of a value; None if the op needs the dim whole."""
+    """The op's factor that holds a value's micro factor; None if the op needs the dim whole."""
     minor = 1
     for factor in reversed(dims[position.dim]):
         size = rule.factors[factor].size or 1
@@ -224,6 +224,9 @@ def try_in_loop(view: View) -> Looped | Refused:
     reasons_out = [_reasons(view.rule, given, p, outputs=True) for p in range(len(view.out_shapes))]
     if clash := _clash(states, reasons_in, reasons_out):
         return clash
+    for result, reasons in enumerate(reasons_out):
+        if slots and not reasons and not _stands_apart(view.rule, states, result):
+            return Refused("its rule does not tie a result to the batch")
     uses: list[Use] = []
     for position, reasons in enumerate(reasons_in):
         use = _use(states[position], reasons, view, position, masks=bool(slots))
@@ -298,7 +301,7 @@ def _linear_factors(
 def _reasons(
     rule: Rule, given: Sequence[Slot], position: int, *, outputs: bool
 ) -> list[Position | None]:
-    """Why an operand or result is split (a Position) or a pending sum (None): one at most is right."""
+    """Why an operand or result is split (a Position) or a pending sum (None)."""
     dims = (rule.outs if outputs else rule.ins)[position]
     found: list[Position | None] = []
     for slot in given:
@@ -323,6 +326,17 @@ def _clash(
     if any(states[p].kind == SUM for p in mixed):
         return Refused("it needs a finished sum over the batch", mixed)
     return Refused("it sets examples of the batch against each other", mixed)
+
+
+def _stands_apart(rule: Rule, states: Sequence[State], result: int) -> bool:
+    """Whether a result is made from other operands than those the batch is in (a barrier)."""
+    return any(
+        factor.kind == "linear"
+        and result in factor.partial_out
+        and len(factor.partial_out) < len(rule.outs)
+        and all(states[p].kind in (ONCE, SAME) for p in factor.partial_in)
+        for factor in rule.factors
+    )
 
 
 def _use(

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from autopar._compat.static_args import static_positions
 from autopar.errors import AutoparError, TraceError
 
 
@@ -42,6 +44,7 @@ class TracedFunction:
         inputs, outputs: leaves in flat order.
         in_tree: tree of `(args, kwargs)` without static arguments.
         out_tree: tree of the results.
+        static: positions and keywords of static arguments.
     """
 
     name: str
@@ -50,6 +53,7 @@ class TracedFunction:
     outputs: tuple[Leaf, ...]
     in_tree: Any
     out_tree: Any
+    static: frozenset[int | str] = frozenset()
 
 
 def _key_text(key: Any) -> str:
@@ -120,8 +124,8 @@ def trace_function(
     inner = inspect.unwrap(function)
     infos = jax.tree_util.tree_flatten_with_path(traced.args_info)[0]
     names = _argument_names(inner, len(args))
-    static = _static_positions(traced.args_info[0], args)
-    inputs = tuple(_input_leaf(path, info, names, static) for path, info in infos)
+    dynamic = _dynamic_positions(jitted, traced.args_info[0], args)
+    inputs = tuple(_input_leaf(path, info, names, dynamic) for path, info in infos)
     flat_out, out_tree = jax.tree_util.tree_flatten_with_path(traced.out_info)
     outputs = tuple(_output_leaf(path, info) for path, info in flat_out)
     return TracedFunction(
@@ -131,27 +135,37 @@ def trace_function(
         outputs,
         jax.tree_util.tree_structure(traced.args_info),
         out_tree,
+        frozenset(set(range(len(args))) - set(dynamic)) | (set(kwargs) - set(traced.args_info[1])),
     )
 
 
-def _static_positions(dynamic: Sequence[Any], args: Sequence[Any]) -> list[int]:
+def _dynamic_positions(jitted: Any, dynamic: Sequence[Any], args: Sequence[Any]) -> list[int]:
     """Original positions of the arguments that are not static.
 
-    `args_info` leaves static arguments out, so positions are matched by tree structure.
+    Args:
+        jitted: the `jax.jit` object.
+        dynamic: what `args_info` says of the positional arguments; static ones are left out.
+        args: all positional arguments.
     """
-    positions = []
-    start = 0
+    static = static_positions(jitted, len(args))
+    if static is not None and len(args) - len(static) == len(dynamic):
+        return [position for position in range(len(args)) if position not in static]
+    positions: list[int] = []
     for info in dynamic:
-        wanted = jax.tree_util.tree_structure(info)
-        for position in range(start, len(args)):
-            if jax.tree_util.tree_structure(args[position]) == wanted:
-                positions.append(position)
-                start = position + 1
-                break
-        else:
-            positions.append(start)
-            start += 1
+        start = positions[-1] + 1 if positions else 0
+        fitting = (p for p in range(start, len(args)) if _fits(args[p], info))
+        positions.append(next(fitting, start))
     return positions
+
+
+def _fits(argument: Any, info: Any) -> bool:
+    """Whether an argument has the tree and the shapes that `info` tells."""
+    leaves, tree = jax.tree_util.tree_flatten(argument)
+    wanted, wanted_tree = jax.tree_util.tree_flatten(info)
+    return tree == wanted_tree and all(
+        not isinstance(leaf, str) and np.shape(leaf) == want.shape
+        for leaf, want in zip(leaves, wanted, strict=True)
+    )
 
 
 def _input_leaf(

@@ -96,7 +96,9 @@ def _line(row: Row) -> str:
     if row.difference is None:
         return f"{row.step:16}{row.count:3}  refused: {row.error.splitlines()[2].strip()}"
     verdict = "equal" if row.within else "DIFFERS"
-    return f"{row.step:16}{row.count:3}{regions}{runs}{row.crossing:6} {row.difference:9.1e} {verdict}"
+    return (
+        f"{row.step:16}{row.count:3}{regions}{runs}{row.crossing:6} {row.difference:9.1e} {verdict}"
+    )
 
 
 def main() -> None:

@@ -1,17 +1,20 @@
 """The solver process: a problem on stdin, one answer on stdout, nothing else.
 
-    python -m autopar.solver.intra.child MODULE:ATTRIBUTE SECONDS
+    python -P .../autopar/solver/intra/child.py MODULE:ATTRIBUTE SECONDS
 
-Solvers print banners past Python; stdout is closed to everyone but the answer at descriptor level.
+It is run as a file, and puts bare packages in place of `autopar` and `autopar.solver`: their own
+`__init__` would bring in JAX, which costs a second and a solver has no use for.
+
+Solvers print banners past Python, so descriptor 1 is closed to everyone but the answer.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import pathlib
 import sys
-
-from autopar.solver.intra.wire import decode_problem, encode_answer
+import types
 
 
 def main(backend: str, seconds: float) -> None:
@@ -19,12 +22,21 @@ def main(backend: str, seconds: float) -> None:
     answer_to = os.dup(1)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
-    problem = decode_problem(sys.stdin.buffer.read())
-    # By name: whoever imports this package for its wire format needs no ILP package.
+    intra = pathlib.Path(__file__).parent
+    _bare_package("autopar", intra.parent.parent)
+    _bare_package("autopar.solver", intra.parent)
+    wire = importlib.import_module("autopar.solver.intra.wire")
     ilp = importlib.import_module("autopar.solver.intra.ilp")
+    problem = wire.decode_problem(sys.stdin.buffer.read())
     answer = ilp.solve(problem, backend, seconds)
     with os.fdopen(answer_to, "wb") as stream:
-        stream.write(encode_answer(answer))
+        stream.write(wire.encode_answer(answer))
+
+
+def _bare_package(name: str, folder: pathlib.Path) -> None:
+    package = types.ModuleType(name)
+    package.__path__ = [str(folder)]
+    sys.modules[name] = package
 
 
 if __name__ == "__main__":

@@ -75,13 +75,17 @@ def solve_elimination(problem: Problem, *, limits: Limits, reuse: bool = True) -
 
 
 def _checked(solution: Solution) -> Solution:
+    """Refuse an impossible answer; say how far a bounded one can be from the optimum."""
     if math.isinf(solution.objective):
         raise SolveError(
             "no feasible choice was found within the limits",
             got="; ".join(solution.notes),
             remedy='raise the table bytes or the time limit, or use solver="ilp-highs"',
         )
-    return solution
+    if solution.gap == 0:
+        return solution
+    notes = (*solution.notes, f"the answer is within {solution.gap:.3%} of the optimum")
+    return dataclasses.replace(solution, notes=notes)
 
 
 def _with_resources(problem: Problem, limits: Limits, start: float) -> Solution:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -115,7 +116,8 @@ def run_backend(problem: Problem, location: str, *, seconds: float, grace: float
     Raises:
         SolveError: it was killed, crashed, or gave no readable answer.
     """
-    command = [sys.executable, "-m", "autopar.solver.intra.child", location, repr(seconds)]
+    program = pathlib.Path(__file__).with_name("child.py")
+    command = [sys.executable, "-P", str(program), location, repr(seconds)]
     with tempfile.TemporaryDirectory(prefix="autopar-ilp-") as folder:
         child = subprocess.Popen(
             command,

@@ -7,7 +7,8 @@ A resource ties all nodes together, which elimination cannot take. Moved into th
 is a lower bound for every `m`, and the minimisers are candidates. One resource: the two lines of
 the best feasible and the best infeasible minimiser cross at the next `m`, until no minimiser is
 below the crossing; that is the greatest bound, after finitely many steps. Several: subgradient
-steps of Polyak's length. Between bound and candidate a gap can remain, which the ILP closes.
+steps of Polyak's length. Candidates are repaired and polished one node at a time. Between bound
+and candidate a gap can remain, which the ILP closes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 
 from autopar.errors import SolveError
 from autopar.solver.intra.problem import Choices, Edge, Problem, Resource, Solution, evaluate
+from autopar.solver.intra.simplify import incident, merge_edges
 
 Relaxed = Callable[[Problem], Solution]
 
@@ -29,6 +31,10 @@ MAX_STEPS = 40
 HALVE_AFTER = 3
 # Without a feasible answer yet, Polyak's target is this much above the bound.
 TARGET_RISE = 0.05
+
+
+# Sweeps over all nodes when a candidate is repaired.
+REPAIR_SWEEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +46,41 @@ class _State:
     cost: float
 
     def with_answer(self, problem: Problem, bound: float, choices: Choices) -> _State:
-        cost = evaluate(problem, choices)
-        kept, least = (choices, cost) if cost < self.cost else (self.choices, self.cost)
-        return _State(max(self.bound, bound), kept, least)
+        """Take in a bound and a candidate, the latter also as repaired."""
+        best, least = self.choices, self.cost
+        for candidate in (choices, _repair(problem, choices)):
+            cost = evaluate(problem, candidate)
+            if cost < least:
+                best, least = candidate, cost
+        return _State(max(self.bound, bound), best, least)
 
     @property
     def closed(self) -> bool:
+        """Whether the answer meets the bound."""
         return self.cost <= self.bound
+
+
+def _repair(problem: Problem, choices: Choices) -> Choices:
+    """Change one node at a time: less over the limits first, then cheaper, until nothing moves."""
+    near = incident(problem)
+    weights = [np.array([r.weights[i] for r in problem.resources]) for i in range(len(choices))]
+    limits = np.array([r.limit for r in problem.resources])
+    units = np.maximum(np.abs(limits), 1.0)
+    used = np.array([r.used(choices) for r in problem.resources])
+    current = list(choices)
+    for _ in range(REPAIR_SWEEPS):
+        before = tuple(current)
+        for i, costs in enumerate(problem.node_costs):
+            others = used - weights[i][:, current[i]]
+            over = np.maximum(0.0, others[:, None] + weights[i] - limits[:, None])
+            excess = (over / units[:, None]).sum(axis=0)
+            total = costs + sum(table[:, current[j]] for j, table in near[i])
+            excess[np.isinf(total)] = math.inf
+            current[i] = int(np.lexsort((total, excess))[0])
+            used = others + weights[i][:, current[i]]
+        if tuple(current) == before:
+            break
+    return tuple(current)
 
 
 def solve_with_resources(problem: Problem, *, relaxed: Relaxed) -> tuple[Choices, float]:
@@ -64,6 +98,7 @@ def solve_with_resources(problem: Problem, *, relaxed: Relaxed) -> tuple[Choices
         SolveError: the problem is infeasible without its resources, or one resource alone cannot
             be kept; the error names it.
     """
+    problem = merge_edges(problem).problem
     free = relaxed(dataclasses.replace(problem, resources=()))
     state = _State(free.lower_bound, free.choices, evaluate(problem, free.choices))
     if state.cost < math.inf:  # the limits do not bind

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autopar.errors import SolveError
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import Mesh
@@ -10,32 +12,32 @@ from autopar.solver.search.space import Space, batch_inputs
 
 
 def split_batch(
-    graph: OpGraph, position: int, options: tuple[Sharding, ...], mesh: Mesh
+    graph: OpGraph, leaf: tuple[int, int], options: tuple[Sharding, ...], mesh: Mesh
 ) -> tuple[Sharding, ...]:
-    """The batch leaf's first dim over the whole mesh.
+    """The batch leaf's batch dim over the whole mesh; `leaf` is (input position, dim).
 
     Raises:
         SolveError: it does not divide.
     """
-    entry = graph.inputs[position]
+    entry, dim = graph.inputs[leaf[0]], leaf[1]
     shape = graph.values[entry.value].shape
     if not shape:
         return options[:1]
-    wanted = Sharding((mesh.names, *((),) * (len(shape) - 1)))
+    wanted = Sharding(tuple(mesh.names if d == dim else () for d in range(len(shape))))
     if wanted not in options:
-        size = shape[0]
+        size = shape[dim]
         near = max(mesh.size, size // mesh.size * mesh.size)
         raise SolveError(
             f"the batch does not divide over {mesh.size} devices",
             where=entry.name,
             got=f"shape {shape}",
-            why="data parallelism splits its first dim evenly",
+            why="data parallelism splits its batch dim evenly",
             remedy=f"a batch of {near}, or fewer devices",
         )
     return (wanted,)
 
 
-def data_parallel(graph: OpGraph, devices: int, batch: frozenset[int]) -> Space:
+def data_parallel(graph: OpGraph, devices: int, batch: Mapping[int, int]) -> Space:
     """The space of plain data parallelism on a flat mesh.
 
     Only all-reduces (and the free mask) may be used, so nothing that is replicated is ever split.
@@ -44,7 +46,7 @@ def data_parallel(graph: OpGraph, devices: int, batch: frozenset[int]) -> Space:
 
     def allowed(mesh: Mesh, position: int, options: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
         if position in examples:
-            return split_batch(graph, position, options, mesh)
+            return split_batch(graph, (position, examples[position]), options, mesh)
         return options[:1]
 
     return Space("data-parallel", (Mesh.of(devices),), allowed, ("all-reduce", "mask"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.graph import OpGraph
@@ -31,9 +31,12 @@ class Space:
     steps: tuple[str, ...] = ALL_STEPS
 
 
-def batch_inputs(graph: OpGraph, batch: frozenset[int]) -> frozenset[int]:
-    """Positions of argument leaves that hold examples: those named, else the untied ones."""
+def batch_inputs(graph: OpGraph, batch: Mapping[int, int]) -> Mapping[int, int]:
+    """Positions of argument leaves that hold examples, each with its batch dim.
+
+    Those named, else dim 0 of all leaves that are not state.
+    """
     if batch:
         return batch
     count = len(graph.inputs) - graph.num_hidden
-    return frozenset(i for i in range(count) if graph.inputs[i].tied_output < 0)
+    return {i: 0 for i in range(count) if graph.inputs[i].tied_output < 0}

@@ -5,6 +5,8 @@ Stage 2 splits the optimizer state (and with it the update), stage 3 the paramet
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
@@ -28,7 +30,7 @@ def most_split(options: tuple[Sharding, ...], shape: tuple[int, ...]) -> Shardin
     return max(whole, key=lambda row: row[:2])[2] if whole else options[0]
 
 
-def zero(graph: OpGraph, devices: int, batch: frozenset[int], *, stage: int) -> Space:
+def zero(graph: OpGraph, devices: int, batch: Mapping[int, int], *, stage: int) -> Space:
     """The space of ZeRO stage 2 or 3 on a flat mesh.
 
     Parameters are the tied leaves of the first argument that has any; all other tied leaves are
@@ -40,7 +42,7 @@ def zero(graph: OpGraph, devices: int, batch: frozenset[int], *, stage: int) -> 
     def allowed(mesh: Mesh, position: int, options: tuple[Sharding, ...]) -> tuple[Sharding, ...]:
         entry = graph.inputs[position]
         if position in examples:
-            return split_batch(graph, position, options, mesh)
+            return split_batch(graph, (position, examples[position]), options, mesh)
         if entry.tied_output < 0 or (stage == 2 and position in parameters):
             return options[:1]
         return (most_split(options, graph.values[entry.value].shape),)

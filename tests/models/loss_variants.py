@@ -153,9 +153,7 @@ def scan_loss(params: Params, batch: Batch) -> jax.Array:
     return jnp.mean((jnp.swapaxes(states, 0, 1) - batch["y"]) ** 2)
 
 
-def dropout_step(
-    params: Params, key: jax.Array, batch: Batch
-) -> tuple[Params, jax.Array]:
+def dropout_step(params: Params, key: jax.Array, batch: Batch) -> tuple[Params, jax.Array]:
     """A gradient step with dropout on the predictions."""
 
     def loss(params: Params) -> jax.Array:

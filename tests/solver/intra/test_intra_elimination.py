@@ -116,6 +116,8 @@ def test_work_limit_bounds_the_answer_too() -> None:
     exact = solve_elimination(problem, limits=LIMITS)
     assert "bounded, not exact" in solution.notes[0]
     assert solution.lower_bound <= exact.objective <= solution.objective
+    assert f"within {solution.gap:.3%} of the optimum" in solution.notes[1]
+    assert exact.notes == ()
 
 
 PROGRAM = """

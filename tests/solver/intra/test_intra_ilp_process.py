@@ -35,6 +35,9 @@ def hang(model, seconds):
 def crash(model, seconds):
     raise RuntimeError("out of luck")
 
+def imported(model, seconds):
+    return Outcome(f"jax loaded: {'jax' in sys.modules}", False, False, 0.0)
+
 def die(model, seconds):
     os._exit(7)
 
@@ -110,6 +113,12 @@ def test_a_sudden_death_is_reported() -> None:
 def test_banners_do_not_spoil_the_answer() -> None:
     answer = run_backend(SMALL, "odd_backends:chatter", seconds=30.0, grace=30.0)
     assert answer == Answer((1, 0), -math.inf, "said a lot")
+
+
+@pytest.mark.usefixtures("backends")
+def test_the_solver_process_does_not_load_jax() -> None:
+    answer = run_backend(SMALL, "odd_backends:imported", seconds=30.0, grace=30.0)
+    assert answer.status == "jax loaded: False"
 
 
 def test_a_missing_back_end_is_named() -> None:

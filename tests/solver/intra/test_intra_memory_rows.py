@@ -35,8 +35,8 @@ def limited(seed: int, *, count: int, scale: float = 1.0) -> Problem:
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_lagrangian_bound_and_answer_enclose_the_optimum(count: int, scale: float) -> None:
-    found = closed = binding = 0
-    for seed in range(40):
+    feasible = found = closed = binding = 0
+    for seed in range(30):
         problem = limited(seed, count=count, scale=scale)
         expected, optimum = brute_force(problem)
         try:
@@ -48,13 +48,15 @@ def test_lagrangian_bound_and_answer_enclose_the_optimum(count: int, scale: floa
         cost = evaluate(problem, choices)
         assert cost >= optimum * (1 - 1e-12)
         if expected is not None:
+            feasible += 1
             unlimited = brute_force(Problem(problem.node_costs, problem.edges))[1]
             binding += unlimited < optimum
             found += cost < math.inf
             closed += cost == pytest.approx(optimum, rel=1e-9)
-    assert binding > 12
-    assert found > 20
-    assert closed > 12
+    # The limits bind, and most answers are found and optimal all the same.
+    assert binding > 8
+    assert found >= 0.9 * feasible
+    assert closed >= 0.8 * feasible
 
 
 def test_reductions_keep_the_limited_optimum() -> None:

@@ -1,0 +1,415 @@
+"""What users hold: `parallelize`, `make_plan`, `load_plan` and the plan they return."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from autopar.cluster import Cluster
+from autopar.errors import ArgumentError, PlanError
+from autopar.guard import refuse_transforms, traced_leaves
+from autopar.ir.graph import OpGraph
+from autopar.ir.mesh import Mesh
+from autopar.lower.from_plan import program_of
+from autopar.lower.program import Program
+from autopar.lower.spmd import partition_spec, spmd_function
+from autopar.methods import Auto, Method
+from autopar.plan.plan import CostSummary, FrozenPlan, PricedCollective, SolverReport
+from autopar.plan.serialize import read_plan, save_plan
+from autopar.report.audit import AuditReport, audit_program
+from autopar.report.check import CheckReport, check_plan
+from autopar.report.compile import compile_program
+from autopar.report.hlo import read_hlo
+from autopar.report.share import parallel_share
+from autopar.report.summary import plan_summary
+from autopar.rules.registry import rules_of
+from autopar.rules.rule import Rule
+from autopar.runtime.local import LocalProgram, local_devices
+from autopar.trace.build import BuiltGraph, build_graph
+from autopar.trace.jaxpr import Leaf, TracedFunction, ensure_jitted, trace_function
+
+COMPILE_SECONDS = 600.0
+"""How long an audit waits for the compiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A traced function with its graph and rules."""
+
+    function: TracedFunction
+    built: BuiltGraph
+    rules: tuple[Rule, ...]
+
+    @property
+    def graph(self) -> OpGraph:
+        """The op graph."""
+        return self.built.graph
+
+
+def _trace(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    state_argnums: Sequence[int] | None,
+) -> Traced:
+    traced = trace_function(function, args, kwargs)
+    built = build_graph(traced, state_argnums=state_argnums)
+    return Traced(traced, built, rules_of(built.graph))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan, and the function it is for if it is known.
+
+    Attributes:
+        frozen: the decisions.
+        traced: the function; None for a plan that was only loaded (see `bind`).
+    """
+
+    frozen: FrozenPlan
+    traced: Traced | None = None
+
+    @property
+    def cost(self) -> CostSummary:
+        """Predicted seconds and bytes of a step, per device."""
+        return self.frozen.cost
+
+    @property
+    def solver(self) -> SolverReport:
+        """How the plan was found, and how good it is known to be."""
+        return self.frozen.solver
+
+    @property
+    def mesh(self) -> Mesh:
+        """The logical mesh."""
+        return self.frozen.mesh
+
+    @property
+    def collectives(self) -> tuple[PricedCollective, ...]:
+        """What will run: kind, axes, bytes, times a step, seconds, source line, name."""
+        return self.frozen.collectives
+
+    def partition_specs(self) -> tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]:
+        """PartitionSpecs of the arguments and of the results, by path."""
+        sides = (self.frozen.inputs, self.frozen.outputs)
+        made = [{leaf.name: partition_spec(leaf.sharding) for leaf in side} for side in sides]
+        return made[0], made[1]
+
+    def summary(self, *, width: int = 100) -> str:
+        """The plan as text, to be read by people."""
+        return plan_summary(self.frozen, width=width)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON."""
+        save_plan(self.frozen, path)
+
+    def bind(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+        """The plan together with the function it is for.
+
+        Raises:
+            PlanError: it is the plan of another function.
+        """
+        tied = [entry.tied >= 0 for entry in self.frozen.inputs]
+        traced = _trace(function, args, kwargs, None if any(tied) else ())
+        program_of(self.frozen, traced.graph, traced.rules)
+        return Plan(self.frozen, traced)
+
+    def _bound(self) -> Traced:
+        if self.traced is None:
+            raise PlanError(
+                "this plan was loaded without its function",
+                why="a plan file holds decisions, no program",
+                remedy="plan.bind(step, *args) first; arguments may be ShapeDtypeStructs",
+            )
+        return self.traced
+
+    def program(self) -> Program:
+        """What will run, step by step."""
+        traced = self._bound()
+        return program_of(self.frozen, traced.graph, traced.rules)
+
+    def audit(self, *, timeout: float = COMPILE_SECONDS) -> AuditReport:
+        """Compile for as many virtual devices in a child process; hold compiled against planned."""
+        program, rules = self.program(), self._bound().rules
+        compiled = compile_program(program, rules, timeout=timeout)
+        return audit_program(program, rules, read_hlo(compiled.text))
+
+    def parallel_share(self, *, timeout: float = COMPILE_SECONDS) -> float:
+        """FLOPs of the one-device program over n times those of one device of this plan."""
+        traced = self._bound()
+        return parallel_share(self.program(), traced.rules, traced.function, timeout=timeout)
+
+    def check(self) -> CheckReport:
+        """Recompute objective, memory and feasibility without the solver's code."""
+        traced = self._bound()
+        return check_plan(self.frozen, traced.graph, traced.rules)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        PlanError: missing, damaged, or of another version.
+    """
+    return Plan(read_plan(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How `parallelize` was asked to work; see there."""
+
+    cluster: Cluster | None
+    method: Method
+    batch_argnums: tuple[int, ...]
+    batch_argnames: tuple[str, ...]
+    batch_dims: int
+    state_argnums: tuple[int, ...] | None
+
+
+def _as_cluster(cluster: Cluster | str | None) -> Cluster:
+    if cluster is None:
+        return Cluster.local()
+    return Cluster.parse(cluster) if isinstance(cluster, str) else cluster
+
+
+def batch_leaves(leaves: Sequence[Leaf], options: Options) -> dict[int, int]:
+    """Positions of the argument leaves that hold examples, each with its batch dim.
+
+    Raises:
+        ArgumentError: an argument is missing, or a leaf has no such dim.
+    """
+    wanted: tuple[Hashable, ...] = (*options.batch_argnums, *options.batch_argnames)
+    known = {leaf.argument for leaf in leaves}
+    for argument in wanted:
+        if argument not in known:
+            raise ArgumentError(
+                "a batch argument does not exist",
+                got=repr(argument),
+                why=f"the function is called with {sorted(map(str, known))}",
+                remedy="name positions in batch_argnums and keywords in batch_argnames",
+            )
+    found = {}
+    for position, leaf in enumerate(leaves):
+        if leaf.argument in wanted and leaf.aval.shape:
+            if options.batch_dims >= len(leaf.aval.shape):
+                raise ArgumentError(
+                    f"{leaf.name} has no dim {options.batch_dims}", got=str(leaf.aval.shape)
+                )
+            found[position] = options.batch_dims
+    return found
+
+
+def _solve(traced: Traced, options: Options, progress: Callable[[str], None]) -> Plan:
+    # Loaded here, by name, so that saved plans run without the solver.
+    solver = importlib.import_module("autopar.solver.solve")
+    frozen = solver.solve(
+        traced.graph,
+        traced.rules,
+        _as_cluster(options.cluster),
+        options.method,
+        batch=batch_leaves(traced.function.inputs, options),
+        progress=progress,
+    )
+    return Plan(frozen, traced)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One specialisation of a parallelised function."""
+
+    plan: Plan
+    traced: Traced
+    program: Program
+    local: LocalProgram | None
+
+
+class ParallelFunction:
+    """A function that runs on a cluster with the result it has on one device.
+
+    Called like the function it was made from. The first call for a set of shapes traces, plans
+    and compiles; later calls run. When traced inside `jax.jit` it becomes part of that program.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], options: Options, plan: Plan | None = None
+    ) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function = ensure_jitted(function)
+        self._options = options
+        self._plan = plan
+        self._entries: dict[Hashable, _Entry] = {}
+        self._traces: dict[Hashable, Traced] = {}
+        self._static: frozenset[int | str] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = self._leaves(args, kwargs)
+        if traced_leaves(leaves):
+            return self._inline(args, kwargs)
+        entry = self._entry(args, kwargs)
+        local = self._local(entry)
+        results = local.run(self._leaves(args, kwargs))
+        return jax.tree.unflatten(entry.traced.function.out_tree, results)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments (arrays or ShapeDtypeStructs); runs nothing."""
+        return self._entry(args, kwargs).plan
+
+    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The arguments, put where the step wants them; static ones stay as they are.
+
+        Returns the positional arguments; with keywords, `(args, kwargs)`.
+        """
+        entry = self._entry(args, kwargs)
+        placed = self._local(entry).place(self._leaves(args, kwargs))
+        dynamic_args, dynamic_kwargs = jax.tree.unflatten(entry.traced.function.in_tree, placed)
+        rest = iter(dynamic_args)
+        static = self._static or frozenset()
+        whole = tuple(a if i in static else next(rest) for i, a in enumerate(args))
+        return (whole, {**kwargs, **dynamic_kwargs}) if kwargs else whole
+
+    def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        static = self._static or frozenset()
+        return (
+            tuple(a for i, a in enumerate(args) if i not in static),
+            {k: v for k, v in kwargs.items() if k not in static},
+        )
+
+    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        return jax.tree.leaves(self._dynamic(args, kwargs))
+
+    def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+        static = self._static or frozenset()
+        leaves, tree = jax.tree.flatten(self._dynamic(args, kwargs))
+        avals = tuple(
+            (x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else type(x)
+            for x in leaves
+        )
+        fixed = tuple((i, a) for i, a in enumerate(args) if i in static)
+        named = tuple((k, v) for k, v in sorted(kwargs.items()) if k in static)
+        return (tree, avals, fixed, named)
+
+    def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+        if self._static is None:
+            traced = _trace(self._function, args, kwargs, self._options.state_argnums)
+            self._static = traced.function.static
+            self._traces[self._key(args, kwargs)] = traced
+            return traced
+        key = self._key(args, kwargs)
+        if key not in self._traces:
+            self._traces[key] = _trace(self._function, args, kwargs, self._options.state_argnums)
+        return self._traces[key]
+
+    def _entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Entry:
+        traced = self._trace(args, kwargs)
+        key = self._key(args, kwargs)
+        if key not in self._entries:
+            plan = self._plan or _solve(traced, self._options, lambda text: None)
+            program = program_of(plan.frozen, traced.graph, traced.rules)
+            self._entries[key] = _Entry(Plan(plan.frozen, traced), traced, program, None)
+        return self._entries[key]
+
+    def _devices(self, entry: _Entry) -> tuple[Any, ...]:
+        cluster = entry.plan.frozen.cluster
+        ids = cluster.device_ids if cluster.kind == "local" else ()
+        return local_devices(entry.program.mesh.size, ids or ())
+
+    def _local(self, entry: _Entry) -> LocalProgram:
+        if entry.local is not None:
+            return entry.local
+        traced = entry.traced
+        local = LocalProgram(entry.program, traced.rules, self._devices(entry), traced.built.hidden)
+        made = _Entry(entry.plan, traced, entry.program, local)
+        for key, known in self._entries.items():
+            if known is entry:
+                self._entries[key] = made
+        return local
+
+    def _inline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Become part of the program that is being traced around the call."""
+        entry = self._entry(args, kwargs)
+        local = self._local(entry)
+        body = spmd_function(entry.program, entry.traced.rules, local.mesh)
+        leaves = self._leaves(args, kwargs)
+        results = refuse_transforms(body, self.__name__)(*leaves, *entry.traced.built.hidden)
+        return jax.tree.unflatten(entry.traced.function.out_tree, results)
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self._function, "__name__", "function")
+
+
+def parallelize(
+    function: Callable[..., Any],
+    *,
+    cluster: Cluster | str | None = None,
+    method: Method | None = None,
+    plan: Plan | None = None,
+    batch_argnums: Sequence[int] = (),
+    batch_argnames: Sequence[str] = (),
+    batch_dims: int = 0,
+    state_argnums: Sequence[int] | None = None,
+) -> ParallelFunction:
+    """Make a function run on a cluster, with the result it has on one device.
+
+    Args:
+        function: plain or `jax.jit`-ed (static and donated arguments are kept).
+        cluster: where it will run, or the text of one; this process's devices by default.
+        method: how to search; `Auto()` by default.
+        plan: a plan made before, instead of a search.
+        batch_argnums, batch_argnames: arguments that hold examples, by position and keyword; only
+            methods that split the batch by name need them (arguments that are not state otherwise).
+        batch_dims: the dim of those arguments that counts examples.
+        state_argnums: arguments whose leaves come back as results; found by name if None.
+
+    Raises:
+        AutoparError: a kind of it, with what to do.
+    """
+    options = Options(
+        None if cluster is None else _as_cluster(cluster),
+        method or Auto(),
+        tuple(batch_argnums),
+        tuple(batch_argnames),
+        batch_dims,
+        None if state_argnums is None else tuple(state_argnums),
+    )
+    return ParallelFunction(function, options, plan)
+
+
+def make_plan(
+    function: Callable[..., Any],
+    *args: Any,
+    cluster: Cluster | str | None = None,
+    method: Method | None = None,
+    batch_argnums: Sequence[int] = (),
+    batch_argnames: Sequence[str] = (),
+    batch_dims: int = 0,
+    state_argnums: Sequence[int] | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    **kwargs: Any,
+) -> Plan:
+    """The plan of `function(*args, **kwargs)`; arguments may be ShapeDtypeStructs, nothing runs.
+
+    Args:
+        function: as for `parallelize`, like the other options.
+        args, kwargs: what it will be called with.
+        cluster, method, batch_argnums, batch_argnames, batch_dims, state_argnums: see there.
+        progress: told what is being worked on.
+    """
+    step = parallelize(
+        function,
+        cluster=cluster,
+        method=method,
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        batch_dims=batch_dims,
+        state_argnums=state_argnums,
+    )
+    traced = step._trace(args, kwargs)
+    return _solve(traced, step._options, progress)

@@ -1,0 +1,80 @@
+"""Compiling a planned program, and the one-device function it stands for, without the devices.
+
+Both are exported for the CPU as flat functions of arrays and compiled by a child process that has
+as many virtual devices as the mesh has: this process may have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.export
+from jax.extend.core import jaxpr_as_fun
+
+from autopar.ir.graph import OpGraph
+from autopar.ir.sharding import Sharding
+from autopar.lower.program import Program
+from autopar.lower.spmd import abstract_mesh, jit_program, named_shardings
+from autopar.report.compile_child import CompiledText, compile_text
+from autopar.rules.rule import Rule
+
+
+def compile_program(
+    program: Program, rules: Sequence[Rule], *, timeout: float, xla_flags: Sequence[str] = ()
+) -> CompiledText:
+    """Compile the planned program for as many virtual CPU devices as its mesh has.
+
+    Args:
+        program: what runs.
+        rules: the rules of its ops.
+        timeout: seconds until the child is killed.
+        xla_flags: more XLA flags for the child.
+
+    Raises:
+        AuditError: the child failed, or did not end in time.
+    """
+    mesh = abstract_mesh(program.mesh)
+    exported = export_flat(jit_program(program, rules, mesh), boundary_avals(program))
+    donated = tuple(i for i, entry in enumerate(program.graph.inputs) if entry.donated)
+    return compile_text(
+        exported, mesh=program.mesh.axes, timeout=timeout, donate=donated, xla_flags=xla_flags
+    )
+
+
+def compile_single(jaxpr: Any, *, timeout: float, xla_flags: Sequence[str] = ()) -> CompiledText:
+    """Compile a traced function, as a user would run it, for one device.
+
+    Args:
+        jaxpr: the ClosedJaxpr of `trace.jaxpr.TracedFunction.jaxpr`.
+        timeout: seconds until the child is killed.
+        xla_flags: more XLA flags for the child.
+
+    Raises:
+        AuditError: the child failed, or did not end in time.
+    """
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.in_avals]
+    exported = export_flat(jax.jit(jaxpr_as_fun(jaxpr)), avals)
+    return compile_text(exported, mesh=(("x", 1),), timeout=timeout, xla_flags=xla_flags)
+
+
+def export_flat(jitted: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> bytes:
+    """The portable program of a jitted flat function, for the CPU."""
+    return bytes(jax.export.export(jitted, platforms=["cpu"])(*avals).serialize())
+
+
+def boundary_avals(program: Program) -> list[jax.ShapeDtypeStruct]:
+    """Global shapes of the flat inputs with their shardings on the abstract mesh."""
+    return sharded_avals(program.graph, program.inputs, abstract_mesh(program.mesh))
+
+
+def sharded_avals(
+    graph: OpGraph, shardings: Sequence[Sharding], mesh: jax.sharding.AbstractMesh
+) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of the graph's inputs under the given shardings."""
+    values = [graph.values[entry.value] for entry in graph.inputs]
+    return [
+        jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        for value, sharding in zip(values, named_shardings(shardings, mesh), strict=True)
+    ]
