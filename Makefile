@@ -60,7 +60,11 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 notebook: $(STAMP)
-	shopt -s nullglob; for script in notebooks/*.py; do $(BIN)/jupytext --to ipynb --execute "$$script"; done
+	shopt -s nullglob
+	for script in notebooks/*.py; do
+	  $(BIN)/jupytext --quiet --to ipynb "$$script"
+	  $(BIN)/python -m nbconvert --to notebook --execute --inplace "$${script%.py}.ipynb"
+	done
 
 $(STAMP): $(LOCK) pyproject.toml
 	"$(INTERPRETER)" -m venv --clear $(VENV)

@@ -128,6 +128,7 @@ class _Ledger:
         self._recorded = 0
         self.passed = frozenset(_passed_cases(path, digest))
 
+    @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
     def pytest_configure_node(self, node: Any) -> None:
         node.workerinput["ledger_passed"] = sorted(self.passed)
 

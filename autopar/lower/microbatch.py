@@ -133,7 +133,7 @@ def _run_loop(split: MicroSplit, whole: Env) -> Env:
         env = dict(whole)
         for value, _ in split.batch:
             state = split.states[value]
-            if state.position is not None:
+            if state.kind == SPLIT and state.position is not None:
                 env[value] = micro_slice(whole[value], state.position, split.count, index)
         for op in ops:
             _store(op, env, _run_local(split, op, env, index))
@@ -239,7 +239,7 @@ def _used_as(split: Divided, operand: Operand, use: Use, shape: tuple[int, ...])
 
 def _sharding(state: State, shape: tuple[int, ...]) -> Sharding:
     """The state as a sharding over the pseudo axis."""
-    if state.position is not None:
+    if state.kind == SPLIT and state.position is not None:
         return replicated(len(shape)).with_dim(state.position.dim, (MICRO,))
     if state.kind == SUM:
         return Sharding(((),) * len(shape), (MICRO,))

@@ -48,6 +48,4 @@ def share_of(
 ) -> float:
     """As `parallel_share`, for a planned program whose compiled HLO text is at hand."""
     single = compile_single(jaxpr, timeout=timeout, xla_flags=xla_flags)
-    return hlo.parallel_share(
-        hlo.read_hlo(single.text), hlo.read_hlo(planned), program.mesh.size
-    )
+    return hlo.parallel_share(hlo.read_hlo(single.text), hlo.read_hlo(planned), program.mesh.size)

@@ -78,7 +78,7 @@ def _fill_value(local: Local, dtype: Any) -> Any:
         return fill
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.nan
-    limits = jnp.iinfo(dtype)
+    limits = jnp.iinfo(dtype)  # type: ignore[no-untyped-call]
     return limits.min if jnp.issubdtype(dtype, jnp.signedinteger) else limits.max
 
 

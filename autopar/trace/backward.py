@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax
+from jax.extend.core import jaxprs_in_params
 
 from autopar.errors import MicrobatchError
 from autopar.ir.graph import Literal, Op, OpGraph
@@ -142,14 +142,14 @@ def _crossing(graph: OpGraph, steps: Sequence[Step], states: Sequence[State]) ->
 
 
 def _refuse_heavy(facts: Facts, states: Mapping[int, State], steps: Sequence[Step]) -> None:
-    """Raise if a contraction would run on per-example values after the loop."""
+    """Raise if a contraction with a parameter would run on per-example values outside the loop."""
     origin: dict[int, Op] = {}
     for op in facts.graph.ops:
-        if steps[op.index].runs != AFTER:
+        if steps[op.index].runs == LOOP or all(facts.free(v) for v in op.outputs):
             continue
         operands = _operands(op)
         cause = next((origin[v] for v in operands if v in origin), None)
-        if any(states[v].kind == SPLIT for v in operands):
+        if any(states[v].position is not None for v in operands):
             cause = cause or op
         if cause is None:
             continue
@@ -161,7 +161,7 @@ def _refuse_heavy(facts: Facts, states: Mapping[int, State], steps: Sequence[Ste
 def _is_heavy(op: Op, rule: Rule) -> bool:
     """Contractions, scatters of rows, and ops that call functions."""
     scatters = any(factor.kind == "sum" and factor.partial_in for factor in rule.factors)
-    return rule.flops > 0 or scatters or any(jax.core.jaxprs_in_params(op.params))
+    return rule.flops > 0 or scatters or any(True for _ in jaxprs_in_params(op.params))
 
 
 def _refusal(
@@ -195,7 +195,7 @@ def _statistic(
             continue
         seen.add(value)
         operands = _operands(maker)
-        if states[value].kind == SUM and any(states[v].kind == SPLIT for v in operands):
+        if states[value].kind == SUM and any(states[v].position for v in operands):
             return maker
         todo += [v for v in operands if states[v].kind in (LATE, SUM)]
     return None
@@ -267,7 +267,7 @@ def _regions(facts: Facts, steps: Sequence[Step], whole: frozenset[int]) -> list
     for op in graph.ops:
         transform = outermost_transform(op.scope)
         outs = set(op.outputs)
-        if outs <= whole and outs & facts.on_batch:
+        if outs & facts.on_batch and _before_all(facts, op, steps[op.index], whole):
             region = PROLOGUE
         elif outs & ahead or transform == "jvp":
             region = FORWARD
@@ -277,6 +277,13 @@ def _regions(facts: Facts, steps: Sequence[Step], whole: frozenset[int]) -> list
             region = UPDATE
         regions.append(region)
     return regions
+
+
+def _before_all(facts: Facts, op: Op, step: Step, whole: frozenset[int]) -> bool:
+    """Whether the op makes a whole-batch value without a parameter, for the loop to use."""
+    if facts.count == 1 or not all(facts.free(v) for v in op.outputs):
+        return False
+    return step.runs == BEFORE or whole.issuperset(op.outputs)
 
 
 def _ancestors(graph: OpGraph, roots: set[int]) -> set[int]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import MicrobatchError
@@ -57,7 +57,8 @@ class State:
 
     Attributes:
         kind: ONCE, SAME, SPLIT, SUM or LATE.
-        position: for SPLIT, of the micro factor.
+        position: for SPLIT, of the micro factor; for ONCE, where the rows of a batch lie that is
+            held whole, so that the loop takes slices of it where it can.
         scale: ids of late scalars that must still multiply the value.
         zero: whether the value is known to be all zeros.
     """
@@ -204,6 +205,12 @@ def can_make_split(view: View, result: int, position: Position) -> Slot | None:
     carried = any(position_in(rule, dims, slot) is not None for dims in rule.ins)
     apart = position.outer(view.out_shapes[result], view.count) != 1
     return None if apart and not carried else slot
+
+
+def without_whole_rows(view: View) -> View:
+    """The same view, with the rows of batches that are held whole forgotten."""
+    states = tuple(replace(s, position=None) if s.kind == ONCE else s for s in view.states)
+    return replace(view, states=states)
 
 
 def try_in_loop(view: View) -> Looped | Refused:

@@ -160,9 +160,11 @@ def _dynamic_positions(jitted: Any, dynamic: Sequence[Any], args: Sequence[Any])
 
 def _fits(argument: Any, info: Any) -> bool:
     """Whether an argument has the tree and the shapes that `info` tells."""
-    leaves, tree = jax.tree_util.tree_flatten(argument)
-    wanted, wanted_tree = jax.tree_util.tree_flatten(info)
-    return tree == wanted_tree and all(
+    tree: Any = jax.tree_util.tree_structure(argument)
+    if tree != jax.tree_util.tree_structure(info):
+        return False
+    leaves, wanted = jax.tree_util.tree_leaves(argument), jax.tree_util.tree_leaves(info)
+    return all(
         not isinstance(leaf, str) and np.shape(leaf) == want.shape
         for leaf, want in zip(leaves, wanted, strict=True)
     )
@@ -175,8 +177,9 @@ def _input_leaf(
     aval = jax.ShapeDtypeStruct(info.shape, info.dtype)
     inner = _path_text(rest[1:])
     if group == 0:
-        argument: int | str = positions[rest[0].idx]
-        label = names[argument] if argument < len(names) else f"arg{argument}"
+        position = positions[rest[0].idx]
+        argument: int | str = position
+        label = names[position] if position < len(names) else f"arg{position}"
     else:
         argument = label = _key_text(rest[0])
     name = f"{label}/{inner}" if inner else label

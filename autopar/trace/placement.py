@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from autopar.trace.batch import (
     position_in,
     result_zeros,
     try_in_loop,
+    without_whole_rows,
 )
 from autopar.trace.loops import is_scan, try_scan
 
@@ -162,17 +164,21 @@ class _Sweep:
         self.facts = facts
         self.choice = choice
         self.learnt = False
+        self.restart = False
         self.states = {
-            value: State(ONCE) if value in choice.whole else state
+            value: replace(state, kind=ONCE) if value in choice.whole else state
             for value, state in facts.inputs.items()
         }
 
     def run(self) -> list[Step]:
-        steps = []
+        """The steps; cut short where a value is to be whole, which changes all that follows."""
+        steps: list[Step] = []
         for op in self.facts.graph.ops:
             step = self._place(op, self._view(op))
             self.states.update(zip(op.outputs, step.outs, strict=True))
             steps.append(step)
+            if self.restart:
+                break
         return steps
 
     def _view(self, op: Op) -> View:
@@ -193,22 +199,37 @@ class _Sweep:
         kinds = {state.kind for state in view.states}
         scaled = any(state.scale for state in view.states)
         wanted = any(at is not None for at in view.wanted)
-        plain = kinds <= {ONCE} and not scaled and not wanted
-        if plain or self.choice.whole.issuperset(op.outputs):
-            zeros = result_zeros(view.rule, view.states, len(op.outputs))
-            return Step(BEFORE, tuple(State(ONCE, zero=zero) for zero in zeros))
-        if SPLIT not in kinds and not wanted:
+        rows = any(state.position is not None for state in view.states)
+        if self.choice.whole.issuperset(op.outputs):
+            return _made_whole(view, self._try(op, view))
+        if kinds <= {ONCE} and not (scaled or wanted or rows):
+            return _made_whole(view, None)
+        if not (rows or wanted):
             return self._place_without_batch_dim(op, view, kinds)
-        scan = is_scan(op) and bool(view.rule.reason)
-        tried = try_scan(op, view, _place_body) if scan else try_in_loop(view)
+        tried = self._try(op, view)
         if isinstance(tried, Looped):
             self._want_operands(view, tried)
             return Step(LOOP, tried.outs, tried.uses, "", tried.body)
-        if wanted and SPLIT not in kinds:
-            for value in op.outputs:
-                self._unwant(value)
+        if SPLIT not in kinds:
+            for value, at in zip(op.outputs, view.wanted, strict=True):
+                if at is not None:
+                    self._unwant(value)
+            if kinds <= {ONCE} and not scaled:
+                return _made_whole(view, None, tried.why)
+            return self._place_without_batch_dim(op, without_whole_rows(view), kinds)
         self._learn_whole(op, view, tried)
-        return Step(AFTER, _late(view), (), tried.why if SPLIT in kinds else "")
+        return Step(AFTER, _late(view), (), tried.why)
+
+    def _try(self, op: Op, view: View) -> Looped | Refused:
+        """Run the op in the loop, on slices of what is held whole if possible."""
+        scan = is_scan(op) and bool(view.rule.reason)
+        run = partial(try_scan, op, place=_place_body) if scan else try_in_loop
+        tried = run(view)
+        bare = without_whole_rows(view)
+        if isinstance(tried, Looped) or not any(s.position is not None for s in bare.states):
+            return tried
+        again = run(bare) if bare != view else tried
+        return again if isinstance(again, Looped) else tried
 
     def _place_without_batch_dim(self, op: Op, view: View, kinds: set[str]) -> Step:
         grows = any(shape != () for shape in view.out_shapes)
@@ -238,9 +259,9 @@ class _Sweep:
         late = [p for p, (_, state) in enumerate(pairs) if state.kind == LATE]
         if any(view.in_shapes[p] != () for p in late):
             return
-        blamed = [pairs[p] for p in refused.culprits]
-        rows = [v for v, state in blamed if state.kind == SPLIT and free(v)]
-        self._make_whole(rows)
+        if any(state.kind == SPLIT and not free(v) for v, state in pairs):
+            blamed = [pairs[p] for p in refused.culprits]
+            self._make_whole([v for v, state in blamed if state.kind == SPLIT and free(v)])
 
     def _make_whole(self, values: Sequence[int]) -> None:
         """Make `values`, and all they are made from, whole before the loop."""
@@ -249,7 +270,7 @@ class _Sweep:
             value = todo.pop()
             if value in self.choice.whole:
                 continue
-            self.learnt = True
+            self.learnt = self.restart = True
             self.choice.whole.add(value)
             self.choice.wanted.pop(value, None)
             if value in self.facts.maker:
@@ -300,6 +321,16 @@ class _Sweep:
 
 def _literal_state(literal: Literal) -> State:
     return State(ONCE, zero=bool(np.all(np.asarray(literal.value) == 0)))
+
+
+def _made_whole(view: View, sliced: Looped | Refused | None, why: str = "") -> Step:
+    """The op runs before the loop; `sliced` tells where the batch's rows lie in its results."""
+    zeros = result_zeros(view.rule, view.states, len(view.out_shapes))
+    rows: list[Position | None] = [None] * len(zeros)
+    if isinstance(sliced, Looped):
+        rows = [state.position for state in sliced.outs]
+    outs = tuple(State(ONCE, at, zero=zero) for at, zero in zip(rows, zeros, strict=True))
+    return Step(BEFORE, outs, (), why)
 
 
 def _late(view: View) -> tuple[State, ...]:

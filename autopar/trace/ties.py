@@ -17,8 +17,8 @@ def tie_state(
     tied in order: `step(params, average, batch) -> (loss, params, average)`. What is left is tied
     leaf by leaf, to a result of the same tree path, shape and dtype: first counting the position
     of the argument and of the result, `step(params, ...) -> (params, ...)`, then by the path
-    inside them alone. First match, each once. Arguments that are one bare array are tied by position alone, unless
-    `state_argnums` names them.
+    inside them alone. First match, each once. Arguments that are one bare array are tied by
+    position alone, unless `state_argnums` names them.
 
     Args:
         inputs: argument leaves.
@@ -44,7 +44,8 @@ def tie_state(
     for source, result in _whole_trees(inputs, outputs, state_argnums):
         tie(source, result)
     match(lambda leaf, result: (leaf.argument, leaf.path) == (result.argument, result.path))
-    match(lambda leaf, result: leaf.path == result.path and (leaf.path != "" or state_argnums))
+    bare = bool(state_argnums)
+    match(lambda leaf, result: leaf.path == result.path and (leaf.path != "" or bare))
     return tuple(tied)
 
 

@@ -25,8 +25,16 @@ from autopar.solver.intra.buckets import eliminate
 from autopar.solver.intra.low_degree import Minimise, eliminate_low_degree
 from autopar.solver.intra.memory_rows import solve_with_resources
 from autopar.solver.intra.ordering import Order, best_order
-from autopar.solver.intra.problem import Choices, Limits, Problem, Solution, make_solution
-from autopar.solver.intra.simplify import EXACT_PASSES, simplify
+from autopar.solver.intra.problem import (
+    Choices,
+    Limits,
+    Problem,
+    Solution,
+    evaluate,
+    make_solution,
+)
+from autopar.solver.intra.pruning import CHEAP_ENTRIES, narrow
+from autopar.solver.intra.simplify import EXACT_PASSES, Pass, simplify
 from autopar.solver.intra.tables import TableCache, minimise_out
 
 NAME = "elimination"
@@ -57,12 +65,8 @@ def solve_elimination(problem: Problem, *, limits: Limits, reuse: bool = True) -
     minimise: Minimise = TableCache(cache_bytes).minimise if reuse else minimise_out
     low_degree = functools.partial(eliminate_low_degree, minimise=minimise)
     reduced = simplify(problem, (*EXACT_PASSES, low_degree))
-    order = best_order(reduced.problem)
     limits = dataclasses.replace(limits, table_bytes=max(1, limits.table_bytes - cache_bytes))
-    if fits(order, limits):
-        kernel, bound, notes = _exact(reduced.problem, order, minimise)
-    else:
-        kernel, bound, notes = _bounded(reduced.problem, order, limits)
+    kernel, bound, notes = _kernel(reduced.problem, limits, low_degree, minimise)
     solution = make_solution(
         problem,
         reduced.decode(kernel),
@@ -106,6 +110,25 @@ def fits(order: Order, limits: Limits) -> bool:
     """Whether exact elimination in this order stays within the limits."""
     work = limits.time_limit * ENTRIES_PER_SECOND
     return order.peak_bytes <= limits.table_bytes and order.entries <= work
+
+
+def _kernel(
+    problem: Problem, limits: Limits, low_degree: Pass, minimise: Minimise
+) -> tuple[Choices, float, Sequence[str]]:
+    """Exact at once where that is cheap; else after pruning, as far as the limits allow."""
+    order = best_order(problem)
+    if order.entries <= CHEAP_ENTRIES and fits(order, limits):
+        return _exact(problem, order, minimise)
+    narrowed = narrow(problem)
+    reduced = simplify(narrowed.problem, (*EXACT_PASSES, low_degree))
+    order = best_order(reduced.problem)
+    if fits(order, limits):
+        choices, bound, notes = _exact(reduced.problem, order, minimise)
+    else:
+        choices, bound, notes = _bounded(reduced.problem, order, limits)
+        bound = max(bound + reduced.offset, narrowed.bound)
+    answers = (narrowed.decode(reduced.decode(choices)), narrowed.decode(narrowed.incumbent))
+    return min(answers, key=lambda answer: evaluate(problem, answer)), bound, notes
 
 
 def _exact(

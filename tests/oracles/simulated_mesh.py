@@ -317,5 +317,7 @@ def _collective_finish(value: Any, finish: Finish) -> Any:
         return jax.lax.pmax(value, finish.axes)
     if finish.kind == "min":
         return jax.lax.pmin(value, finish.axes)
-    reduce = jax.lax.pmin if finish.kind == "and" else jax.lax.pmax
-    return reduce(value.astype(jnp.int32), finish.axes).astype(value.dtype)
+    numbers = value.astype(jnp.int32)
+    if finish.kind == "and":
+        return jax.lax.pmin(numbers, finish.axes).astype(value.dtype)
+    return jax.lax.pmax(numbers, finish.axes).astype(value.dtype)

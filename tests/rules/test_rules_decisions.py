@@ -24,9 +24,8 @@ from tests.oracles.rule_harness import (
     check_instance,
     check_results,
     instances,
-    random_array,
 )
-from tests.oracles.simulated_mesh import apply_reshard_step, run_rule, scatter
+from tests.oracles.simulated_mesh import apply_reshard_step, random_array, run_rule, scatter
 
 MESH = Mesh.of(2, 2)
 

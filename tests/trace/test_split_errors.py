@@ -34,7 +34,7 @@ def line_of(function, fragment):
     ("name", "fragment", "got", "why"),
     [
         ("batch_norm", "hidden.mean", "needs a finished sum over the batch", "dot_general"),
-        ("contrast", "rows @ rows.T", "sets examples of the batch against each other", "dot_general"),
+        ("contrast", "rows @ rows.T", "sets examples of the batch against each", "dot_general"),
         ("balance", "jax.nn.softmax", "it uses the reduce_sum over the batch", "dot_general"),
         ("partly_scaled", "jnp.sqrt", "only part of what it adds up is scaled", "dot_general"),
     ],

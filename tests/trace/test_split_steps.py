@@ -23,6 +23,7 @@ from autopar.trace.build import build_graph
 from autopar.trace.jaxpr import trace_function
 from tests.models.loss_variants import (
     LOSSES,
+    mean_loss,
     predict,
     root_loss,
     scan_loss,
@@ -33,6 +34,7 @@ from tests.models.loss_variants import (
 
 NAMES = [*LOSSES, "dropout", "equal_sizes", "batch_dim_1", "clipped"]
 SIZES = [(8, 6, 10), (8, 8, 8), (12, 1, 3)]
+COUNTS = {(8, 6, 10): (1, 2, 4), (8, 8, 8): (8,), (12, 1, 3): (3,)}
 
 
 def divide(step, args, count, *, batch_dim=0, state=0):
@@ -48,7 +50,8 @@ def check(step, args, count, *, batch_dim=0, tolerance=2e-5):
     """Micro-batched results equal plain ones, relative to the largest magnitude of each."""
     split, inputs = divide(step, args, count, batch_dim=batch_dim)
     wanted = jax.tree.leaves(jax.jit(step)(*args))
-    for got, other in zip(run_microbatched(split, inputs), wanted, strict=True):
+    results = jax.jit(lambda given: run_microbatched(split, given))(inputs)
+    for got, other in zip(results, wanted, strict=True):
         assert got.shape == other.shape
         assert got.dtype == other.dtype
         scale = np.max(np.abs(np.asarray(other, np.float64)), initial=1e-30)
@@ -69,7 +72,7 @@ def batch_of(rows=8, length=6, width=10):
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_whole_batch(name, sizes):
     variant = variants(sizes, seed=sizes[1])[name]
-    for count in (1, 2, 4):
+    for count in COUNTS[sizes]:
         split = check(
             variant.step,
             variant.args,
@@ -194,6 +197,17 @@ def test_contrast_against_targets_without_parameters_is_exact():
         return -picked.mean()
 
     check(train_step(loss), batch_of(), 4)
+
+
+def test_inputs_standardised_by_the_batch_are_prologue_and_their_use_is_in_the_loop():
+    def loss(params, batch):
+        x = (batch["x"] - batch["x"].mean(0)) / (1.0 + batch["x"].std(0))
+        return mean_loss(params, {**batch, "x": x})
+
+    split = check(train_step(loss), batch_of(), 4)
+    named = list(zip(split.graph.ops, split.placed, strict=True))
+    assert {"reduce_sum", "sqrt"} <= {op.name for op, p in named if p.region == PROLOGUE}
+    assert {p.runs for op, p in named if op.name == "dot_general"} == {LOOP}
 
 
 def test_weight_decay_and_adam_with_clipping():
