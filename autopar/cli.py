@@ -10,11 +10,10 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,6 +27,8 @@ from autopar.launch import request_cpu_devices
 from autopar.plan.serialize import write_atomically
 from autopar.report.picture import plan_picture
 from autopar.target import load_target
+
+TRACEBACK = "--traceback"
 
 NOT_OK, FAILED = 1, 2
 """Exit codes: a check did not pass; the command could not work."""
@@ -57,25 +58,12 @@ _PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json")]
 
 @app.callback()
 def _options(
-    context: typer.Context,
     *,
     traceback: Annotated[
-        bool, typer.Option("--traceback", help="Show Python's traceback of an error.")
+        bool, typer.Option(TRACEBACK, help="Show Python's traceback of an error.")
     ] = False,
 ) -> None:
-    context.obj = traceback
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Errors made for people are printed as they are; `--traceback` lets them through."""
-    try:
-        yield
-    except AutoparError as error:
-        if click.get_current_context().find_object(bool):
-            raise
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(FAILED) from error
+    """The option is read in `main`, which is where errors end up."""
 
 
 @app.command()
@@ -97,23 +85,22 @@ def plan(
     ] = None,
 ) -> None:
     """Plan a function; nothing runs. make() returns (step, args) or (step, args, batch_argnums)."""
-    with _errors():
-        how = parse_method(method, mesh, solver)
-        where = parse_cluster(cluster)
-        wanted = load_target(target)
-        with _spinner(f"planning {wanted.name}") as progress:
-            made = make_plan(
-                wanted.step,
-                *wanted.args,
-                cluster=where,
-                method=how,
-                batch_argnums=wanted.batch_argnums,
-                progress=progress,
-            )
-        file = output or Path(f"{wanted.name}.plan.json")
-        _save(made, file)
-        typer.echo(made.summary(width=_width()), nl=False)
-        typer.echo(f"\nsaved to {file}")
+    how = parse_method(method, mesh, solver)
+    where = parse_cluster(cluster)
+    wanted = load_target(target)
+    with _spinner(f"planning {wanted.name}") as progress:
+        made = make_plan(
+            wanted.step,
+            *wanted.args,
+            cluster=where,
+            method=how,
+            batch_argnums=wanted.batch_argnums,
+            progress=progress,
+        )
+    file = output or Path(f"{wanted.name}.plan.json")
+    _save(made, file)
+    typer.echo(made.summary(width=_width()), nl=False)
+    typer.echo(f"\nsaved to {file}")
 
 
 @app.command()
@@ -125,23 +112,21 @@ def show(
     ] = None,
 ) -> None:
     """Show a saved plan."""
-    with _errors():
-        loaded = load_plan(file)
-        typer.echo(loaded.summary(width=_width()), nl=False)
-        if picture is not None:
-            _write(picture, plan_picture(loaded.frozen))
-            typer.echo(f"\ndrawn into {picture}")
+    loaded = load_plan(file)
+    typer.echo(loaded.summary(width=_width()), nl=False)
+    if picture is not None:
+        _write(picture, plan_picture(loaded.frozen))
+        typer.echo(f"\ndrawn into {picture}")
 
 
 @app.command()
 def audit(file: _PlanFile, target: _Target) -> None:
     """Compile a saved plan for virtual devices and hold what runs against what was planned."""
-    with _errors():
-        loaded = load_plan(file)
-        wanted = load_target(target)
-        with _spinner("compiling"):
-            report = loaded.bind(wanted.step, *wanted.args).audit()
-        typer.echo(report.summary())
+    loaded = load_plan(file)
+    wanted = load_target(target)
+    with _spinner("compiling"):
+        report = loaded.bind(wanted.step, *wanted.args).audit()
+    typer.echo(report.summary())
     if not report.ok:
         raise typer.Exit(NOT_OK)
 
@@ -153,32 +138,37 @@ def demo(
     steps: Annotated[int, typer.Option(min=1)] = 300,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     method: _MethodName = "auto",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Save the plan here too.")
+    ] = None,
 ) -> None:
     """Train a small transformer on a mesh and on one device, and compare the two."""
-    with _errors():
-        how = parse_method(method, "", "auto")
-        training = _training()
-        config = importlib.import_module("autopar.demo").DemoConfig(steps=steps, seed=seed)
-        _request_devices(devices)
-        result = run_demo(training, config, devices, how)
+    how = parse_method(method, "", "auto")
+    training = _training()
+    config = importlib.import_module("autopar.demo").DemoConfig(steps=steps, seed=seed)
+    _request_devices(devices)
+    with _spinner("planning the train step"):
+        ready = training.plan_demo(config, devices=devices, method=how)
+    if output is not None:
+        _save(ready.plan, output)
+    result = run_demo(ready)
     if result.failures():
         raise typer.Exit(NOT_OK)
 
 
-def run_demo(training: Any, config: Any, devices: int, method: methods.Method) -> Any:
-    """Plan, train twice, print all of it; returns a `training.DemoResult`.
+def run_demo(ready: Any) -> Any:
+    """Train twice and print what comes of it.
 
     Args:
-        training: the module `autopar.training`, which needs optax.
-        config: a `DemoConfig`.
-        devices: how many to take.
-        method: how to plan.
+        ready: a `training.Demo`, of a module that needs optax and is not imported here.
+
+    Returns:
+        A `training.DemoResult`.
     """
-    with _spinner("planning the train step"):
-        ready = training.plan_demo(config, devices=devices, method=method)
+    devices = ready.plan.mesh.size
     typer.echo(ready.plan.summary(width=_width()))
     runs = [
-        _trained(title, config.steps, train)
+        _trained(title, ready.config.steps, train)
         for title, train in (
             (f"{devices} devices", ready.train_parallel),
             ("1 device", ready.train_single),
@@ -194,8 +184,8 @@ def _verdict(result: Any, devices: int) -> str:
     failures = result.failures()
     lines = [
         "",
-        f"mean of the last 20 losses   {result.mean_last(result.parallel):.4f} on {devices} devices,"
-        f" {result.mean_last(result.single):.4f} on 1",
+        f"mean of the last 20 losses   {result.mean_last(result.parallel):.4f} on {devices} "
+        f"devices, {result.mean_last(result.single):.4f} on 1",
         f"largest difference           {result.largest_difference:.2g} of a loss, over "
         f"{result.config.steps} steps",
         f"parallel share               {result.share:.3f}",
@@ -313,6 +303,17 @@ def _write(file: Path, text: str) -> None:
         ) from error
 
 
-def main() -> None:
-    """The entry point of the command `autopar`."""
-    app()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point of the command `autopar`; ends the process.
+
+    Args:
+        arguments: of the command line; those of this process by default.
+    """
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        app(given)
+    except AutoparError as error:
+        if TRACEBACK in given:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(FAILED)

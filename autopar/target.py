@@ -6,11 +6,11 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from autopar.errors import ArgumentError
 
@@ -65,8 +65,8 @@ def load_target(text: str) -> Target:
 
 
 def _target(name: str, made: Any, where: str) -> Target:
-    step, args, *rest = made if _is_tuple(made) and len(made) in (2, 3) else (None, None)
-    batch = rest[0] if rest else ()
+    parts = made if _is_tuple(made) else ()
+    step, args, batch = (*parts, ())[:3] if len(parts) in (2, 3) else (None, None, None)
     if not callable(step) or not _is_tuple(args) or not _is_tuple(batch):
         kinds = [type(part).__name__ for part in made] if _is_tuple(made) else type(made).__name__
         raise ArgumentError(
@@ -76,11 +76,11 @@ def _target(name: str, made: Any, where: str) -> Target:
             remedy="return (step, args) or (step, args, batch_argnums), args and batch_argnums "
             "being tuples",
         )
-    return Target(name, step, tuple(args), tuple(batch))
+    return Target(name, step, args, batch)
 
 
-def _is_tuple(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+def _is_tuple(value: Any) -> TypeGuard[tuple[Any, ...]]:
+    return isinstance(value, tuple)
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -1,7 +1,7 @@
 """From a graph, a mesh and a cluster to the abstract pairwise problem, and back to decisions.
 
-Nodes are input leaves (choice: how the leaf is laid out) and ops (choice: a strategy). The cost of a
-node is its compute and the reductions inside it, the cost of an edge the reshard between what the
+Nodes are input leaves (choice: how the leaf is laid out) and ops (choice: a strategy). The cost of
+a node is its compute and the reductions inside it, the cost of an edge the reshard between what the
 producer leaves and what the consumer wants. A result that is the next step's value of an input
 is an edge back to that input, so that a plan is priced in its steady state.
 """
@@ -316,12 +316,11 @@ class _Maker:
         edges = []
         for number, value in enumerate(nodes.settled):
             layouts = nodes.layouts[number]
-            key = ("layout", layouts)
+            asked = ("layout", layouts)
             node = nodes.layout_node(number)
-            edges.append(
-                Edge(self.makers[value][0], node, self._between(value, key, list(layouts)))
-            )
-            self.makers[value] = (node, key, list(layouts))
+            costs = self._between(value, asked, list(layouts))
+            edges.append(Edge(self.makers[value][0], node, costs))
+            self.makers[value] = (node, asked, list(layouts))
         return edges
 
     def _use_edges(self) -> list[Edge]:

@@ -1,11 +1,12 @@
 """Ops whose strategy follows from how one operand is made, and so need no decision of their own.
 
 An op follows an operand that has all of the op's indices if *every* way the operand can be made,
-pending sums included, admits exactly one strategy that takes it as it is. A cast, a residual add, a layer norm's arithmetic or
-a reduction qualify; a nonlinear op on a value that may be a pending sum does not (where to finish
-the sum is a real decision), and neither does an op with an index of its own (a contraction, a
-broadcast). Among several such operands the one whose root is oldest is taken: a residual stream
-then has one layout, and backward elementwise ops have that of the saved forward value.
+pending sums included, admits exactly one strategy that takes it as it is. A cast, a residual add,
+a layer norm's arithmetic or a reduction qualify; a nonlinear op on a value that may be a pending
+sum does not (where to finish the sum is a real decision), and neither does an op with an index of
+its own (a contraction, a broadcast). Among several such operands the one whose root is oldest is
+taken: a residual stream then has one layout, and backward elementwise ops have that of the saved
+forward value.
 
 Followers define the space that is searched: within it the solvers are exact.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.ir.graph import Literal, OpGraph
+from autopar.ir.graph import Literal, Operand, OpGraph
 from autopar.lower.program import PlannedCollective, Program
 from autopar.plan.plan import PricedCollective
 from autopar.rules.rule import Rule
@@ -26,7 +26,7 @@ def value_names(graph: OpGraph, rules: Sequence[Rule]) -> dict[int, str]:
         if len(arrays) == 1 and plain and arrays[0] in names:
             for value in op.outputs:
                 names.setdefault(value, names[arrays[0]])
-    wanted = {
+    wanted: dict[Operand, str] = {
         graph.outputs[entry.tied_output]: entry.name
         for entry in graph.inputs
         if entry.tied_output >= 0
@@ -38,9 +38,9 @@ def value_names(graph: OpGraph, rules: Sequence[Rule]) -> dict[int, str]:
         for operand in op.inputs:
             if not isinstance(operand, Literal):
                 wanted.setdefault(operand, label)
-    for value, name in wanted.items():
-        if not isinstance(value, Literal):
-            names.setdefault(value, f"d {name}")
+    for operand, name in wanted.items():
+        if not isinstance(operand, Literal):
+            names.setdefault(operand, f"d {name}")
     return names
 
 

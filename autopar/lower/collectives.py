@@ -54,5 +54,6 @@ def run_finish(value: Any, finish: Finish, tag: str) -> Any:
             return jax.lax.pmin(value, finish.axes)
         # Booleans have no collective of their own: 0 and 1 do.
         number = value.astype(jnp.int32)
-        reduce = jax.lax.pmin if finish.kind == "and" else jax.lax.pmax
-        return reduce(number, finish.axes).astype(value.dtype)
+        if finish.kind == "and":
+            return jax.lax.pmin(number, finish.axes).astype(value.dtype)
+        return jax.lax.pmax(number, finish.axes).astype(value.dtype)

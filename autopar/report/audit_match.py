@@ -200,9 +200,11 @@ class _Ledger:
         self.runs: list[list[_Run]] = [[] for _ in wanted]
         self.groups = [_comparable(w.kind, mesh.groups(w.axes)) for w in wanted]
         self.by_tag: dict[str, list[int]] = {}
+        self.by_class: dict[str, list[int]] = {}
         self.by_size: dict[tuple[object, ...], list[int]] = {}
         for position, want in enumerate(wanted):
             self.by_tag.setdefault(want.tag, []).append(position)
+            self.by_class.setdefault(want.equal or want.tag, []).append(position)
             key = (want.kind, self.groups[position], want.elements)
             self.by_size.setdefault(key, []).append(position)
 
@@ -238,8 +240,10 @@ class _Ledger:
         saved = want.elements * want.times
         if want.idle:
             return Finding("dropped", f"XLA left it out: {want.idle}", want, saved)
-        if want.equal and want.equal in self.by_tag:
-            text = f"XLA runs it once, together with the equal {want.equal}"
+        twins = self.by_class[want.equal or want.tag]
+        survivor = next((self.wanted[at].tag for at in twins if self.runs[at]), "")
+        if survivor:
+            text = f"XLA runs it once, together with the equal {survivor}"
             return Finding("dropped", text, want, saved)
         return Finding("missing", "the compiled program does not run it", want)
 

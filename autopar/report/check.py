@@ -191,12 +191,12 @@ def _price_problems(plan: FrozenPlan, ran: Sequence[Ran]) -> Iterator[str]:
         price = seconds.get((line.kind, line.axes, line.bytes))
         if price is not None and not _equal(line.seconds, price):
             yield f"{words} ({line.source}) takes {price!r} s, the plan says {line.seconds!r} s"
-    for key in dict.fromkeys((*said, *now)):
-        if said[key] != now[key]:
-            kind, axes, elements, _, _, source = key
+    for entry in dict.fromkeys((*said, *now)):
+        if said[entry] != now[entry]:
+            kind, axes, elements, _, _, source = entry
             assert isinstance(axes, tuple)
             words = f"{kind} over {'.'.join(axes)} of {elements:,} elements ({source})"
-            yield f"{words} runs {now[key]} x, the price list says {said[key]} x"
+            yield f"{words} runs {now[entry]} x, the price list says {said[entry]} x"
 
 
 def _equal(one: float, other: float) -> bool:

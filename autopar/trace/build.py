@@ -103,11 +103,16 @@ def _barrier(
     builder: _Builder, inputs: Sequence[Operand], scope: str, source: str
 ) -> list[Operand]:
     """Keep a recomputed body apart from the forward it repeats, or XLA would merge them."""
-    held = [operand for operand in inputs if not isinstance(operand, Literal)]
-    outputs = tuple(builder.new_value(builder.values[operand]) for operand in held)
-    _append(builder, builder.barrier, {}, held, outputs, (source, scope))
-    fresh = dict(zip(held, outputs, strict=True))
-    return [o if isinstance(o, Literal) else fresh[o] for o in inputs]
+    # One barrier an operand: each may then have a layout of its own, which a joint one forbids.
+    fresh: list[Operand] = []
+    for operand in inputs:
+        if isinstance(operand, Literal):
+            fresh.append(operand)
+            continue
+        output = builder.new_value(builder.values[operand])
+        _append(builder, builder.barrier, {}, (operand,), (output,), (source, scope))
+        fresh.append(output)
+    return fresh
 
 
 def _append(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pulp  # type: ignore[import-untyped]
+import pulp
 
 from autopar.solver.intra.backends import load_backend
 from autopar.solver.intra.problem import Choices, Problem

@@ -30,6 +30,8 @@ from autopar.solver.intra.tables import minimise_out
 CHEAP_ENTRIES = 1 << 26
 SWEEPS_A_ROUND = 12
 MAX_ROUNDS = 40
+# Looking for an order is worth it once so much of the choices is left since the last look.
+FEWER = 0.9
 # The core's answer is nearly always the optimum at once: look again seldom.
 ROUNDS_A_CORE = 4
 # Rounding of a few hundred sweeps over float64, far above what was seen (1e-13).
@@ -64,7 +66,7 @@ def narrow(problem: Problem, *, cheap: int = CHEAP_ENTRIES, rounds: int = MAX_RO
     costs = _Reparametrised(problem)
     incumbent = costs.decode()
     decode: Decode = identity
-    bound = -np.inf
+    bound, looked_at = -np.inf, sum(problem.sizes)
     for number in range(rounds):
         for _ in range(SWEEPS_A_ROUND):
             costs.sweep()
@@ -87,8 +89,12 @@ def narrow(problem: Problem, *, cheap: int = CHEAP_ENTRIES, rounds: int = MAX_RO
             )
             problem = reduced.problem
             costs.keep(alive)
-        if best_order(problem).entries <= cheap or bound >= value - SLACK * abs(value):
+        if bound >= value - SLACK * abs(value):
             break
+        if sum(problem.sizes) <= FEWER * looked_at:
+            looked_at = sum(problem.sizes)
+            if best_order(problem).entries <= cheap:
+                break
     return Narrowed(problem, decode, incumbent, bound - SLACK * abs(bound))
 
 
@@ -99,7 +105,7 @@ def _solve_core(problem: Problem, by_choice: Sequence[Array], cheap: int) -> Cho
     count = len(ranked)
     while True:
         count //= 2
-        alive = [row <= ranked[count] for row in excess] if count else [row <= 0 for row in excess]
+        alive = [row <= ranked[count] if count else row <= 0 for row in excess]
         core = keep_choices(problem, alive)
         order = best_order(core.problem)
         if order.entries <= cheap:

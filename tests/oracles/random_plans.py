@@ -158,11 +158,9 @@ def _shards(sharding: Sharding, mesh: Mesh) -> int:
     return math.prod(mesh.axis_size(axis) for axis in sharding.split_axes)
 
 
-def split_share(model: IntraModel, decisions: Decisions) -> float:
-    """Of the ops that could be divided, the share that are."""
-    rows = zip(model.nodes.ops, decisions.ops, strict=True)
-    split = [chosen.work > 1 for options, chosen in rows if any(s.work > 1 for s in options)]
-    return sum(split) / len(split)
+def split_share(decisions: Decisions) -> float:
+    """The share of all ops, scalar ones too, that run divided."""
+    return sum(strategy.work > 1 for strategy in decisions.ops) / len(decisions.ops)
 
 
 def kinds_of(program: Program, rules: Sequence[Rule]) -> Iterator[str]:
@@ -188,11 +186,13 @@ ALL_KINDS = (
 """What the models can show between them: they have no minimum, conjunction or disjunction."""
 
 
-def random_cases(models: Sequence[str] = NAMES) -> tuple[Case, ...]:
-    """All random plans of some models."""
+def random_cases(
+    models: Sequence[str] = NAMES, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> tuple[Case, ...]:
+    """All random plans of some models on some meshes."""
     return tuple(
         Case(name, shape, str(number))
         for name in models
-        for shape in SHAPES
+        for shape in shapes
         for number in range(RANDOM_PLANS)
     )

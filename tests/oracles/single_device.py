@@ -5,8 +5,8 @@ times `FLOOR` of the largest in its tree where that is more (a gradient that is 
 rounding has no scale of its own). Integers are equal. A tree is all parameters, all gradients, all
 first moments, and so on: a step counter must not lend its size to second moments.
 
-Parameters updated by Adam are another matter: from zero moments the update is `g / (|g| + eps)`, the
-sign of `g`, so an entry that rounding moves from 1e-9 to -1e-9 moves the parameter by twice the
+Parameters updated by Adam are another matter: from zero moments the update is `g / (|g| + eps)`,
+the sign of `g`, so an entry that rounding moves from 1e-9 to -1e-9 moves the parameter by twice the
 learning rate. What must hold is that the update is Adam's of a gradient within the gradients'
 tolerance d: the parameter may differ by `rate * (max u - min u)` over `[g - d, g + d]`, and by the
 plain tolerance besides. With moments m and v::
@@ -55,30 +55,32 @@ def differences(model: SmallModel, args: Sequence[Any], expected: Any, found: An
         args: what the step was given.
         expected, found: two results of it.
     """
-    pairs, tree = jax.tree_util.tree_flatten_with_path(expected)
-    names = [jax.tree_util.keystr(path) for path, _ in pairs]
-    groups = [_group(path) for path, _ in pairs]
-    plain = _plain(groups, [leaf for _, leaf in pairs])
-    allowed = list(plain)
+    pairs = jax.tree_util.tree_flatten_with_path(expected)[0]
+    plain = _plain([_group(path) for path, _ in pairs], [leaf for _, leaf in pairs])
+    allowed: list[Any] = list(plain)
     if model.adam is not None:
         for number, extra in enumerate(_updates(model.adam, args, expected)):
             allowed[number] = allowed[number] + extra
-    lines = []
-    rows = zip(names, jax.tree.leaves(expected), tree.flatten_up_to(found), allowed, strict=True)
-    for name, want, got, limit in rows:
-        if want.shape != got.shape or want.dtype != got.dtype:
-            lines.append(f"{name}: {got.dtype}{got.shape} in place of {want.dtype}{want.shape}")
-            continue
-        far = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
-        # written so that a NaN is too far
-        wrong = ~(far <= limit)
-        if wrong.any():
-            worst = np.unravel_index(np.argmax(np.where(np.isnan(far), np.inf, far)), far.shape)
-            lines.append(
-                f"{name}: {int(wrong.sum())} of {far.size} differ, by up to {far[worst]:.3g} "
-                f"at {tuple(map(int, worst))}, allowed {np.broadcast_to(limit, far.shape)[worst]:.3g}"
-            )
-    return lines
+    aligned = jax.tree.leaves(jax.tree.map(lambda want, got: np.asarray(got), expected, found))
+    rows = zip(pairs, aligned, allowed, strict=True)
+    lines = [_difference(want, got, limit) for (_, want), got, limit in rows]
+    names = [jax.tree_util.keystr(path) for path, _ in pairs]
+    return [f"{name}: {line}" for name, line in zip(names, lines, strict=True) if line]
+
+
+def _difference(want: Any, got: Any, limit: Any) -> str:
+    """Where and by how much `got` is out of its limit, or nothing."""
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return f"{got.dtype}{got.shape} in place of {want.dtype}{want.shape}"
+    far = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
+    # written so that a NaN is too far
+    wrong = ~(far <= limit)
+    if not wrong.any():
+        return ""
+    excess = np.where(np.isnan(far), np.inf, far - limit)
+    at = tuple(map(int, np.unravel_index(np.argmax(excess), far.shape)))
+    most = float(np.broadcast_to(limit, far.shape)[at])
+    return f"{int(wrong.sum())} of {far.size} entries; at {at} by {far[at]:.3g}, allowed {most:.3g}"
 
 
 def _group(path: Sequence[Any]) -> str:

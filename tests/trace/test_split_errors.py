@@ -1,6 +1,7 @@
 """Steps that cannot be divided exactly end in an error that names the line and the ways out."""
 
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ def refusal(variant: Variant, count: int = 2) -> MicrobatchError:
     return caught.value
 
 
-def line_of(function, fragment):
+def line_of(function: Any, fragment: Any) -> Any:
     lines, start = inspect.getsourcelines(function)
     (offset,) = [n for n, line in enumerate(lines) if fragment in line]
     return f":{start + offset} "
@@ -40,7 +41,7 @@ def line_of(function, fragment):
     ],
 )
 @pytest.mark.parametrize("sizes", [(8, 6, 10), (8, 8, 8)], ids=str)
-def test_text(name, fragment, got, why, sizes):
+def test_text(name: Any, fragment: Any, got: Any, why: Any, sizes: Any) -> None:
     error = refusal(refused_variants(sizes)[name])
     assert error.what == "step cannot be split into 2 micro-batches exactly"
     assert line_of(REFUSED[name], fragment) in error.where
@@ -50,12 +51,12 @@ def test_text(name, fragment, got, why, sizes):
     assert "per example" in error.remedy
 
 
-def test_the_statistic_is_named_by_its_line():
+def test_the_statistic_is_named_by_its_line() -> None:
     error = refusal(refused_variants()["balance"])
     assert line_of(REFUSED["balance"], "chosen.mean") in error.got
 
 
-def test_one_micro_batch_is_always_exact():
+def test_one_micro_batch_is_always_exact() -> None:
     for variant in refused_variants().values():
         traced = trace_function(variant.step, variant.args, {})
         graph = build_graph(traced).graph
@@ -63,16 +64,16 @@ def test_one_micro_batch_is_always_exact():
         assert split_step(graph, rules_of(graph), batch, 1).crossing == ()
 
 
-def test_a_batch_that_does_not_divide():
+def test_a_batch_that_does_not_divide() -> None:
     error = refusal(variants((8, 6, 10))["mean"], 3)
     assert error.what == "the batch does not divide into 3 micro-batches"
     assert error.where == "batch/m"
     assert error.remedy == "a number of micro-batches that divides 8"
 
 
-def test_a_loop_without_a_rule():
-    def loss(params, batch):
-        def body(state):
+def test_a_loop_without_a_rule() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        def body(state: Any) -> Any:
             return state[0] + 1, jnp.tanh(state[1] @ params["w1"])
 
         _, out = jax.lax.while_loop(lambda state: state[0] < 3, body, (0, batch["x"]))
@@ -80,7 +81,7 @@ def test_a_loop_without_a_rule():
 
     args = variants()["mean"].args
 
-    def step(params, batch):
+    def step(params: Any, batch: Any) -> Any:
         return loss(params, batch), params
 
     error = refusal(Variant(step, args))
@@ -89,9 +90,9 @@ def test_a_loop_without_a_rule():
     assert "operations that have a rule" in error.remedy
 
 
-def test_a_scan_over_the_examples():
-    def loss(params, batch):
-        def cell(total, row):
+def test_a_scan_over_the_examples() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        def cell(total: Any, row: Any) -> Any:
             return jnp.tanh(total + (row @ params["w1"]).sum()), None
 
         total, _ = jax.lax.scan(cell, 0.0, batch["x"])
@@ -101,9 +102,9 @@ def test_a_scan_over_the_examples():
     assert "runs over the batch, example after example" in error.got
 
 
-def test_a_batch_statistic_in_the_body_of_a_scan():
-    def loss(params, batch):
-        def cell(rows, _):
+def test_a_batch_statistic_in_the_body_of_a_scan() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        def cell(rows: Any, _: Any) -> Any:
             rows = rows @ params["w1"]
             return rows - rows.mean(0), None
 

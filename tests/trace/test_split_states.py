@@ -1,5 +1,7 @@
 """The batch factor in single ops."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +31,7 @@ from autopar.trace.jaxpr import trace_function
 COUNT = 2
 
 
-def view_of(function, args, states):
+def view_of(function: Any, args: Any, states: Any) -> Any:
     """The view of the only op of `function`."""
     graph = build_graph(trace_function(function, args, {})).graph
     (op,) = graph.ops
@@ -45,7 +47,7 @@ def view_of(function, args, states):
     )
 
 
-def outcome(function, args, *states):
+def outcome(function: Any, args: Any, *states: Any) -> Any:
     return try_in_loop(view_of(function, args, states))
 
 
@@ -69,7 +71,7 @@ COLUMNS = State(SPLIT, Position(1, 2))
         (jnp.add, (SQUARE, SQUARE), (State(SUM), State(SUM)), "sum"),
     ],
 )
-def test_state_of_the_result(function, args, states, wanted):
+def test_state_of_the_result(function: Any, args: Any, states: Any, wanted: Any) -> None:
     found = outcome(function, args, *states)
     assert isinstance(found, Looped)
     assert str(found.outs[0]) == wanted
@@ -95,7 +97,7 @@ def test_state_of_the_result(function, args, states, wanted):
         (lambda x: jnp.sort(x, 0), (SQUARE,), (ROWS,), "whole batch"),
     ],
 )
-def test_what_is_refused(function, args, states, why):
+def test_what_is_refused(function: Any, args: Any, states: Any, why: Any) -> None:
     if why is None:
         why = "against each other"
         function = lambda x, y: jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())))  # noqa: E731
@@ -104,12 +106,12 @@ def test_what_is_refused(function, args, states, why):
     assert why in found.why
 
 
-def test_whole_operands_are_sliced_and_constants_added_once():
+def test_whole_operands_are_sliced_and_constants_added_once() -> None:
     added = outcome(jnp.add, (SQUARE, SQUARE), ROWS, State(ONCE))
     assert [use.kind for use in added.uses] == ["as-is", "slice"]
     assert added.uses[1].position == Position(0, 2)
 
-    def scatter(table, rows, indices):
+    def scatter(table: Any, rows: Any, indices: Any) -> Any:
         return table.at[indices].add(rows)
 
     graph = build_graph(
@@ -142,7 +144,7 @@ def test_whole_operands_are_sliced_and_constants_added_once():
         ((3, 4, 6), (12, 6), Position(1, 2), Position(0, 2)),
     ],
 )
-def test_position_through_a_reshape(shape, target, at, wanted):
+def test_position_through_a_reshape(shape: Any, target: Any, at: Any, wanted: Any) -> None:
     array = jnp.arange(np.prod(shape)).reshape(shape)
     graph = build_graph(trace_function(lambda x: x.reshape(target), (array,), {})).graph
     (rule,) = rules_of(graph)
@@ -156,15 +158,15 @@ def test_position_through_a_reshape(shape, target, at, wanted):
 
 
 @pytest.mark.parametrize("position", [Position(0, 6), Position(0, 2), Position(1, 1)])
-def test_joining_slices_gives_the_whole(position):
+def test_joining_slices_gives_the_whole(position: Any) -> None:
     array = np.arange(48).reshape(12, 4)
     parts = [micro_slice(array, position, COUNT, index) for index in range(COUNT)]
     assert parts[0].size == array.size // COUNT
     np.testing.assert_array_equal(micro_join(parts, position), array)
 
 
-def test_batch_arguments_are_found_by_number_and_name():
-    def step(params, batch, *, extra):
+def test_batch_arguments_are_found_by_number_and_name() -> None:
+    def step(params: Any, batch: Any, *, extra: Any) -> Any:
         return params + batch["x"].sum() + extra.sum(), batch["n"]
 
     args = (jnp.ones(3), {"n": jnp.ones(()), "x": jnp.ones((2, 5))})

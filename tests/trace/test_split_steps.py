@@ -1,6 +1,7 @@
 """Micro-batched steps against the whole-batch step on one device."""
 
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ SIZES = [(8, 6, 10), (8, 8, 8), (12, 1, 3)]
 COUNTS = {(8, 6, 10): (1, 2, 4), (8, 8, 8): (8,), (12, 1, 3): (3,)}
 
 
-def divide(step, args, count, *, batch_dim=0, state=0):
+def divide(step: Any, args: Any, count: Any, *, batch_dim: Any = 0, state: Any = 0) -> Any:
     """The step in micro-batches (its last argument is the batch), and its inputs."""
     traced = trace_function(step, args, {})
     built = build_graph(traced, state_argnums=(state,))
@@ -46,7 +47,7 @@ def divide(step, args, count, *, batch_dim=0, state=0):
     return split, [*jax.tree.leaves(args), *built.hidden]
 
 
-def check(step, args, count, *, batch_dim=0, tolerance=2e-5):
+def check(step: Any, args: Any, count: Any, *, batch_dim: Any = 0, tolerance: Any = 2e-5) -> Any:
     """Micro-batched results equal plain ones, relative to the largest magnitude of each."""
     split, inputs = divide(step, args, count, batch_dim=batch_dim)
     wanted = jax.tree.leaves(jax.jit(step)(*args))
@@ -64,13 +65,13 @@ def check(step, args, count, *, batch_dim=0, tolerance=2e-5):
     return split
 
 
-def batch_of(rows=8, length=6, width=10):
+def batch_of(rows: Any = 8, length: Any = 6, width: Any = 10) -> Any:
     return variants((rows, length, width))["mean"].args
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_the_whole_batch(name, sizes):
+def test_equals_the_whole_batch(name: Any, sizes: Any) -> None:
     variant = variants(sizes, seed=sizes[1])[name]
     for count in COUNTS[sizes]:
         split = check(
@@ -85,7 +86,7 @@ def test_equals_the_whole_batch(name, sizes):
 
 
 @pytest.mark.parametrize("name", ["mean", "weighted", "root_of_mean", "reshaped", "checkpoint"])
-def test_nothing_as_large_as_an_activation_is_made_whole(name):
+def test_nothing_as_large_as_an_activation_is_made_whole(name: Any) -> None:
     # Batch dims that are born from scalars must be found, or cotangents and masks are made whole.
     variant = variants((12, 7, 2), seed=1)[name]
     split, _ = divide(variant.step, variant.args, 4)
@@ -96,7 +97,7 @@ def test_nothing_as_large_as_an_activation_is_made_whole(name):
     assert all(split.graph.values[value].size < rows for value in split.crossing)
 
 
-def test_regions_of_a_masked_step():
+def test_regions_of_a_masked_step() -> None:
     variant = variants()["masked"]
     split, _ = divide(variant.step, variant.args, 2)
     named = list(zip(split.graph.ops, split.placed, strict=True))
@@ -111,13 +112,13 @@ def test_regions_of_a_masked_step():
     assert set(backward) == {"transpose"}
 
 
-def test_the_outermost_transform_counts():
+def test_the_outermost_transform_counts() -> None:
     assert outermost_transform("step/jvp(transpose(jvp(f)))") == "jvp"
     assert outermost_transform("transpose(jvp())/jvp()") == "transpose"
     assert outermost_transform("layer/mlp") == ""
 
 
-def test_a_gradient_inside_the_forward_is_forward():
+def test_a_gradient_inside_the_forward_is_forward() -> None:
     variant = variants()["inner_gradient"]
     split, _ = divide(variant.step, variant.args, 2)
     inner = [
@@ -129,8 +130,8 @@ def test_a_gradient_inside_the_forward_is_forward():
     assert set(inner) == {FORWARD}
 
 
-def test_dropout_masks_and_positions_are_bit_equal():
-    def step(params, key, batch):
+def test_dropout_masks_and_positions_are_bit_equal() -> None:
+    def step(params: Any, key: Any, batch: Any) -> Any:
         keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
         place = jnp.arange(batch["x"].shape[0])[:, None] + jnp.arange(batch["x"].shape[1])
         noise = jax.random.normal(key, batch["x"].shape)
@@ -146,16 +147,16 @@ def test_dropout_masks_and_positions_are_bit_equal():
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_a_scan_over_layers_with_checkpoint_and_a_root(count):
-    def loss(params, batch):
-        def layer(rows, weights):
+def test_a_scan_over_layers_with_checkpoint_and_a_root(count: Any) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        def layer(rows: Any, weights: Any) -> Any:
             rows = rows + jnp.tanh(rows @ weights["a"] + weights["b"]) @ weights["c"]
             return rows, rows.mean(-1)
 
         rows, means = jax.lax.scan(jax.checkpoint(layer), batch["x"], params)
         return jnp.sqrt(jnp.mean((rows - batch["y"]) ** 2)), means
 
-    def step(params, batch):
+    def step(params: Any, batch: Any) -> Any:
         (value, means), grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
         return jax.tree.map(lambda p, g: p - 100 * g, params, grads), value, means
 
@@ -169,13 +170,13 @@ def test_a_scan_over_layers_with_checkpoint_and_a_root(count):
     check(step, (params, batch), count)
 
 
-def test_a_whole_batch_scalar_goes_through_a_scan():
+def test_a_whole_batch_scalar_goes_through_a_scan() -> None:
     check(train_step(lambda p, b: jnp.log1p(scan_loss(p, b))), batch_of(8, 8, 8), 4)
 
 
-def test_a_scan_over_tokens_without_parameters_is_prologue():
-    def loss(params, batch):
-        def count(total, row):
+def test_a_scan_over_tokens_without_parameters_is_prologue() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        def count(total: Any, row: Any) -> Any:
             return total + row.sum(), None
 
         total, _ = jax.lax.scan(count, 0.0, batch["m"])
@@ -188,8 +189,8 @@ def test_a_scan_over_tokens_without_parameters_is_prologue():
     assert regions["scan"] == PROLOGUE
 
 
-def test_contrast_against_targets_without_parameters_is_exact():
-    def loss(params, batch):
+def test_contrast_against_targets_without_parameters_is_exact() -> None:
+    def loss(params: Any, batch: Any) -> Any:
         rows = batch["x"][:, 0] @ params["w1"]
         scores = rows @ batch["y"][:, 0].T
         own = jnp.arange(scores.shape[0])[:, None]
@@ -199,8 +200,8 @@ def test_contrast_against_targets_without_parameters_is_exact():
     check(train_step(loss), batch_of(), 4)
 
 
-def test_inputs_standardised_by_the_batch_are_prologue_and_their_use_is_in_the_loop():
-    def loss(params, batch):
+def test_inputs_standardised_by_the_batch_are_prologue_and_their_use_is_in_the_loop() -> None:
+    def loss(params: Any, batch: Any) -> Any:
         x = (batch["x"] - batch["x"].mean(0)) / (1.0 + batch["x"].std(0))
         return mean_loss(params, {**batch, "x": x})
 
@@ -210,14 +211,14 @@ def test_inputs_standardised_by_the_batch_are_prologue_and_their_use_is_in_the_l
     assert {p.runs for op, p in named if op.name == "dot_general"} == {LOOP}
 
 
-def test_weight_decay_and_adam_with_clipping():
+def test_weight_decay_and_adam_with_clipping() -> None:
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1))
 
-    def loss(params, batch):
+    def loss(params: Any, batch: Any) -> Any:
         decay = sum(jnp.sum(p**2) for p in jax.tree.leaves(params))
         return root_loss(params, batch) + 0.01 * decay
 
-    def step(params, state, batch):
+    def step(params: Any, state: Any, batch: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
@@ -230,8 +231,8 @@ def test_weight_decay_and_adam_with_clipping():
     assert state == {"params"}
 
 
-def test_per_example_results_come_back_in_order_and_may_be_sorted_after_the_loop():
-    def step(params, batch):
+def test_per_example_results_come_back_in_order_and_may_be_sorted_after_the_loop() -> None:
+    def step(params: Any, batch: Any) -> Any:
         each = squares(params, batch).mean(-1)
         normal = (each - each.mean()) / each.std()
         right = jnp.argmax(predict(params, batch), -1) == batch["t"]
@@ -240,21 +241,21 @@ def test_per_example_results_come_back_in_order_and_may_be_sorted_after_the_loop
     check(step, batch_of(), 4)
 
 
-def test_half_precision_gradients_are_summed_in_single_precision():
-    def loss(params, batch):
+def test_half_precision_gradients_are_summed_in_single_precision() -> None:
+    def loss(params: Any, batch: Any) -> Any:
         low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
         return jnp.mean((batch["x"] @ low["w1"] - batch["y"]) ** 2)
 
     check(train_step(loss), batch_of(), 4)
 
-    def direct(params, batch):
+    def direct(params: Any, batch: Any) -> Any:
         return jax.grad(lambda p: jnp.sum(batch["x"].astype(jnp.bfloat16) @ p))(params)
 
     params, batch = batch_of()
     check(direct, (params["w1"].astype(jnp.bfloat16), batch), 8, tolerance=1e-2)
 
 
-def test_same_division_in_every_run():
+def test_same_division_in_every_run() -> None:
     variant = variants()["weighted"]
     first, _ = divide(variant.step, variant.args, 2)
     second, _ = divide(variant.step, variant.args, 2)

@@ -12,7 +12,7 @@ import re
 import tempfile
 from typing import Any
 
-import pulp  # type: ignore[import-untyped]
+import pulp
 
 from autopar.solver.intra.backends import MIP_GAP, RANDOM_SEED, Outcome
 

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import highspy
-import pulp  # type: ignore[import-untyped]
+import pulp
 
 from autopar.solver.intra.backends import MIP_GAP, RANDOM_SEED, THREADS, Outcome
 
