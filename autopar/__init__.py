@@ -1,1 +1,39 @@
-"""Automatic parallelisation for JAX."""
+"""Automatic parallelisation for JAX.
+
+    import autopar as ap
+
+    step = ap.parallelize(train_step)        # plain or jax.jit-ed
+    params, opt_state, loss = step(params, opt_state, batch)
+    print(step.plan(params, opt_state, batch).summary())
+"""
+
+from autopar import errors
+from autopar.api import ParallelFunction, Plan, load_plan, make_plan, parallelize
+from autopar.cluster import Cluster
+from autopar.ir.mesh import Mesh
+from autopar.methods import (
+    Auto,
+    DataParallel,
+    ManualParallel,
+    ShardParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+)
+
+__all__ = [
+    "Auto",
+    "Cluster",
+    "DataParallel",
+    "ManualParallel",
+    "Mesh",
+    "ParallelFunction",
+    "Plan",
+    "ShardParallel",
+    "Zero2Parallel",
+    "Zero3Parallel",
+    "errors",
+    "load_plan",
+    "make_plan",
+    "parallelize",
+]
+__version__ = "0.1.0"

@@ -25,8 +25,6 @@ from autopar.plan.plan import CostSummary, FrozenPlan, PricedCollective, SolverR
 from autopar.plan.serialize import read_plan, save_plan
 from autopar.report.audit import AuditReport, audit_program
 from autopar.report.check import CheckReport, check_plan
-from autopar.report.compile import compile_program
-from autopar.report.hlo import read_hlo
 from autopar.report.share import parallel_share
 from autopar.report.summary import plan_summary
 from autopar.rules.registry import rules_of
@@ -137,14 +135,13 @@ class Plan:
 
     def audit(self, *, timeout: float = COMPILE_SECONDS) -> AuditReport:
         """Compile for as many virtual devices in a child process; hold compiled against planned."""
-        program, rules = self.program(), self._bound().rules
-        compiled = compile_program(program, rules, timeout=timeout)
-        return audit_program(program, rules, read_hlo(compiled.text))
+        return audit_program(self.program(), self._bound().rules, timeout=timeout)
 
     def parallel_share(self, *, timeout: float = COMPILE_SECONDS) -> float:
         """FLOPs of the one-device program over n times those of one device of this plan."""
         traced = self._bound()
-        return parallel_share(self.program(), traced.rules, traced.function, timeout=timeout)
+        jaxpr = traced.function.jaxpr
+        return parallel_share(self.program(), traced.rules, jaxpr, timeout=timeout)
 
     def check(self) -> CheckReport:
         """Recompute objective, memory and feasibility without the solver's code."""
@@ -220,14 +217,21 @@ def _solve(traced: Traced, options: Options, progress: Callable[[str], None]) ->
     return Plan(frozen, traced)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One specialisation of a parallelised function."""
+class _Specialised:
+    """A parallelised function for one set of shapes and static arguments."""
 
-    plan: Plan
-    traced: Traced
-    program: Program
-    local: LocalProgram | None
+    def __init__(self, plan: FrozenPlan, traced: Traced) -> None:
+        self.plan = Plan(plan, traced)
+        self.traced = traced
+        self.program = program_of(plan, traced.graph, traced.rules)
+
+    @functools.cached_property
+    def local(self) -> LocalProgram:
+        """The program on this process's devices; made at the first run."""
+        cluster = self.plan.frozen.cluster
+        ids = cluster.device_ids if cluster.kind == "local" else ()
+        devices = local_devices(self.program.mesh.size, ids)
+        return LocalProgram(self.program, self.traced.rules, devices, self.traced.built.hidden)
 
 
 class ParallelFunction:
@@ -244,17 +248,17 @@ class ParallelFunction:
         self._function = ensure_jitted(function)
         self._options = options
         self._plan = plan
-        self._entries: dict[Hashable, _Entry] = {}
+        self._entries: dict[Hashable, _Specialised] = {}
         self._traces: dict[Hashable, Traced] = {}
         self._static: frozenset[int | str] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step, or become part of the program that is being traced."""
         leaves = self._leaves(args, kwargs)
         if traced_leaves(leaves):
             return self._inline(args, kwargs)
         entry = self._entry(args, kwargs)
-        local = self._local(entry)
-        results = local.run(self._leaves(args, kwargs))
+        results = entry.local.run(self._leaves(args, kwargs))
         return jax.tree.unflatten(entry.traced.function.out_tree, results)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -267,7 +271,7 @@ class ParallelFunction:
         Returns the positional arguments; with keywords, `(args, kwargs)`.
         """
         entry = self._entry(args, kwargs)
-        placed = self._local(entry).place(self._leaves(args, kwargs))
+        placed = entry.local.place(self._leaves(args, kwargs))
         dynamic_args, dynamic_kwargs = jax.tree.unflatten(entry.traced.function.in_tree, placed)
         rest = iter(dynamic_args)
         static = self._static or frozenset()
@@ -306,46 +310,24 @@ class ParallelFunction:
             self._traces[key] = _trace(self._function, args, kwargs, self._options.state_argnums)
         return self._traces[key]
 
-    def _entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Entry:
+    def _entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Specialised:
         traced = self._trace(args, kwargs)
         key = self._key(args, kwargs)
         if key not in self._entries:
             plan = self._plan or _solve(traced, self._options, lambda text: None)
-            program = program_of(plan.frozen, traced.graph, traced.rules)
-            self._entries[key] = _Entry(Plan(plan.frozen, traced), traced, program, None)
+            self._entries[key] = _Specialised(plan.frozen, traced)
         return self._entries[key]
-
-    def _devices(self, entry: _Entry) -> tuple[Any, ...]:
-        cluster = entry.plan.frozen.cluster
-        ids = cluster.device_ids if cluster.kind == "local" else ()
-        return local_devices(entry.program.mesh.size, ids or ())
-
-    def _local(self, entry: _Entry) -> LocalProgram:
-        if entry.local is not None:
-            return entry.local
-        traced = entry.traced
-        local = LocalProgram(entry.program, traced.rules, self._devices(entry), traced.built.hidden)
-        made = _Entry(entry.plan, traced, entry.program, local)
-        for key, known in self._entries.items():
-            if known is entry:
-                self._entries[key] = made
-        return local
 
     def _inline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the program that is being traced around the call."""
         entry = self._entry(args, kwargs)
-        local = self._local(entry)
-        body = spmd_function(entry.program, entry.traced.rules, local.mesh)
+        body = spmd_function(entry.program, entry.traced.rules, entry.local.mesh)
         leaves = self._leaves(args, kwargs)
-        results = refuse_transforms(body, self.__name__)(*leaves, *entry.traced.built.hidden)
+        results = refuse_transforms(body, entry.traced.function.name)(*leaves, *entry.traced.built.hidden)
         return jax.tree.unflatten(entry.traced.function.out_tree, results)
 
-    @property
-    def __name__(self) -> str:
-        return getattr(self._function, "__name__", "function")
 
-
-def parallelize(
+def parallelize(  # noqa: PLR0913 - keyword options of the public contract
     function: Callable[..., Any],
     *,
     cluster: Cluster | str | None = None,
@@ -382,7 +364,7 @@ def parallelize(
     return ParallelFunction(function, options, plan)
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0913 - keyword options of the public contract
     function: Callable[..., Any],
     *args: Any,
     cluster: Cluster | str | None = None,

@@ -21,6 +21,7 @@ from autopar.ir.graph import Literal, OpGraph, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import COLLECTIVES, LOCAL_STEPS, Step
 from autopar.ir.sharding import Sharding, replicated
+from autopar.lower.program import Decisions
 from autopar.rules.rule import Rule
 from autopar.rules.strategy import Strategy
 from autopar.solver.cost.collectives import CollectiveModel
@@ -42,20 +43,19 @@ InputFilter = Callable[[int, tuple[Sharding, ...]], tuple[Sharding, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Decisions:
-    """One complete answer.
+class Restriction:
+    """What may not be chosen.
 
     Attributes:
-        inputs: a sharding per graph input.
-        ops: a strategy per op.
-        settled: (value id, sharding) of values whose pending sum is finished once for all uses.
-        outputs: a sharding per graph output.
+        allowed: how inputs may be laid out; None: freely.
+        steps: kinds of reshard step that may be used.
     """
 
-    inputs: tuple[Sharding, ...]
-    ops: tuple[Strategy, ...]
-    settled: tuple[tuple[int, Sharding], ...]
-    outputs: tuple[Sharding, ...]
+    allowed: InputFilter | None = None
+    steps: tuple[str, ...] = ALL_STEPS
+
+
+FREE = Restriction()
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,8 @@ def assemble(
     cluster: Cluster,
     mesh: Mesh,
     *,
-    allowed: InputFilter | None = None,
+    restriction: Restriction = FREE,
     follow: GroupPolicy = follow_oldest,
-    steps: Sequence[str] = ALL_STEPS,
 ) -> IntraModel:
     """Build the problem of one logical mesh.
 
@@ -205,9 +204,8 @@ def assemble(
         rules: its rules, in op order.
         cluster: prices.
         mesh: logical mesh of as many devices.
-        allowed: restricts how inputs may be laid out.
+        restriction: what may not be chosen.
         follow: which ops need no decision of their own.
-        steps: kinds of reshard step that may be used.
     """
     ops = enumerate_strategies(graph, rules, mesh)
     if math.isinf(cluster.device.peak("float32")):
@@ -215,11 +213,11 @@ def assemble(
     inputs = []
     for position, entry in enumerate(graph.inputs):
         options = input_shardings(graph.values[entry.value].shape, mesh)
-        inputs.append(allowed(position, options) if allowed else options)
+        inputs.append(restriction.allowed(position, options) if restriction.allowed else options)
     settled = pending_sums(graph, rules).settled
     layouts = tuple(input_shardings(graph.values[value].shape, mesh) for value in settled)
     nodes = Nodes(graph, tuple(rules), tuple(inputs), ops, settled, layouts)
-    maker = _Maker(graph, tuple(rules), CollectiveModel(cluster, mesh), nodes, tuple(steps))
+    maker = _Maker(graph, tuple(rules), CollectiveModel(cluster, mesh), nodes, restriction.steps)
     return maker.model(follow(nodes))
 
 

@@ -12,7 +12,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, SolveError
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import Mesh, factorisations
-from autopar.lower.program import Program, Reshard, write_program
+from autopar.lower.program import Decisions, Program, Reshard, write_program
 from autopar.methods import (
     DataParallel,
     ManualParallel,
@@ -25,7 +25,7 @@ from autopar.plan.fingerprint import fingerprint, signatures
 from autopar.plan.plan import Boundary, CostSummary, FrozenPlan, ReshardChoice, SolverReport
 from autopar.rules.rule import Rule
 from autopar.rules.strategy import assignment_text
-from autopar.solver.assemble import Decisions, IntraModel, assemble
+from autopar.solver.assemble import IntraModel, Restriction, assemble
 from autopar.solver.cost.memory import peak_bytes
 from autopar.solver.intra.problem import Limits, Solution
 from autopar.solver.intra.solve import solve_problem
@@ -136,8 +136,9 @@ def _answer(
         rules,
         cluster,
         mesh,
-        allowed=None if narrow is None else lambda i, options: narrow(mesh, i, options),
-        steps=space.steps,
+        restriction=Restriction(
+            None if narrow is None else lambda i, options: narrow(mesh, i, options), space.steps
+        ),
     )
     solution = solve_problem(model.problem, solver=how[0], limits=how[1])
     return Answer(model, model.decode(solution.choices), solution)
@@ -173,15 +174,7 @@ def _within_memory(plan: FrozenPlan, method: Method, cluster: Cluster) -> Frozen
 
 def program_of_decisions(model: IntraModel, decisions: Decisions) -> Program:
     """The program that decisions mean."""
-    return write_program(
-        model.graph,
-        model.mesh,
-        decisions.inputs,
-        decisions.ops,
-        decisions.settled,
-        decisions.outputs,
-        model.steps,
-    )
+    return write_program(model.graph, model.mesh, decisions, model.steps)
 
 
 def freeze(model: IntraModel, decisions: Decisions, solution: Solution, method: str) -> FrozenPlan:

@@ -8,7 +8,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import OpGraph
 from autopar.ir.reshard import Step
 from autopar.ir.sharding import Sharding
-from autopar.lower.program import Program, write_program
+from autopar.lower.program import Decisions, Program, write_program
 from autopar.plan.fingerprint import check_fingerprint
 from autopar.plan.plan import FrozenPlan
 from autopar.plan.resolve import plan_strategies
@@ -33,9 +33,11 @@ def program_of(plan: FrozenPlan, graph: OpGraph, rules: Sequence[Rule]) -> Progr
     return write_program(
         graph,
         plan.mesh,
-        tuple(entry.sharding for entry in plan.inputs),
-        plan_strategies(plan, graph, rules),
-        plan.settled,
-        tuple(entry.sharding for entry in plan.outputs),
+        Decisions(
+            tuple(entry.sharding for entry in plan.inputs),
+            plan_strategies(plan, graph, rules),
+            plan.settled,
+            tuple(entry.sharding for entry in plan.outputs),
+        ),
         steps_of,
     )

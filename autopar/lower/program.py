@@ -98,6 +98,23 @@ class Program:
     collectives: tuple[PlannedCollective, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """One complete answer.
+
+    Attributes:
+        inputs: a sharding per graph input.
+        ops: a strategy per op.
+        settled: (value id, sharding) of values whose pending sum is finished once for all uses.
+        outputs: a sharding per graph output.
+    """
+
+    inputs: tuple[Sharding, ...]
+    ops: tuple[Strategy, ...]
+    settled: tuple[tuple[int, Sharding], ...]
+    outputs: tuple[Sharding, ...]
+
+
 @dataclass
 class _Writer:
     graph: OpGraph
@@ -159,10 +176,7 @@ class _Writer:
 def write_program(
     graph: OpGraph,
     mesh: Mesh,
-    inputs: tuple[Sharding, ...],
-    strategies: tuple[Strategy, ...],
-    settled: tuple[tuple[int, Sharding], ...],
-    outputs: tuple[Sharding, ...],
+    decisions: Decisions,
     steps_of: StepsOf,
 ) -> Program:
     """Order and number everything that runs.
@@ -170,21 +184,18 @@ def write_program(
     Args:
         graph: a verified graph.
         mesh: logical mesh.
-        inputs: sharding per graph input.
-        strategies: per op.
-        settled: values whose pending sum is finished once, with the layout they then have.
-        outputs: sharding per graph output.
+        decisions: what was decided.
         steps_of: chooses the steps of a reshard.
 
     Raises:
         VerifyError: a sharding or a reshard does not fit.
     """
     writer = _Writer(graph, mesh, steps_of, {}, {}, [], [])
-    layouts = dict(settled)
-    for entry, sharding in zip(graph.inputs, inputs, strict=True):
+    layouts = dict(decisions.settled)
+    for entry, sharding in zip(graph.inputs, decisions.inputs, strict=True):
         check_sharding(sharding, graph.values[entry.value].shape, mesh)
         writer.make(entry.value, sharding)
-    for op, strategy in zip(graph.ops, strategies, strict=True):
+    for op, strategy in zip(graph.ops, decisions.ops, strict=True):
         for operand, wanted in zip(op.inputs, strategy.ins, strict=True):
             if not isinstance(operand, Literal):
                 writer.need(operand, wanted, op.index)
@@ -196,11 +207,11 @@ def write_program(
             if value in layouts and layouts[value] != sharding:
                 writer.need(value, layouts[value], op.index)
                 writer.base[value] = layouts[value]
-    for operand, sharding in zip(graph.outputs, outputs, strict=True):
+    for operand, sharding in zip(graph.outputs, decisions.outputs, strict=True):
         if not isinstance(operand, Literal):
             writer.need(operand, sharding, len(graph.ops))
     steps, collectives = tuple(writer.steps), tuple(writer.collectives)
-    return Program(graph, mesh, inputs, outputs, steps, collectives)
+    return Program(graph, mesh, decisions.inputs, decisions.outputs, steps, collectives)
 
 
 def literal_steps(rank: int, target: Sharding) -> Iterator[Step]:

@@ -23,6 +23,9 @@ MOST_ARGUMENTS = 40
 MOST_COLLECTIVES = 12
 """Lines of the collectives table; the rest is summed."""
 
+LEAST_WIDTH = 80
+"""Columns of a summary however few are asked for: narrower tables cannot be read."""
+
 LEAST_PATH = 16
 """Columns that a path gets however narrow the text is."""
 
@@ -34,7 +37,8 @@ MOST_OPS = 8
 
 
 def plan_summary(plan: FrozenPlan, *, width: int = 100) -> str:
-    """The plan as plain text of at most `width` columns; equal plans give equal texts."""
+    """The plan as plain text of at most `width` columns (or 80); equal plans give equal texts."""
+    width = max(width, LEAST_WIDTH)
     stream = io.StringIO()
     console = Console(
         file=stream,

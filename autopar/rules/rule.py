@@ -158,7 +158,7 @@ class Eqn:
 RuleMaker = Callable[[Eqn], Rule]
 
 
-def make_rule(
+def make_rule(  # noqa: PLR0913 - each is one part of a rule
     eqn: Eqn,
     ins: Sequence[Sequence[str]],
     outs: Sequence[Sequence[str]],

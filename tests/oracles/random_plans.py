@@ -20,11 +20,11 @@ from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
 from autopar.lower.from_plan import program_of
-from autopar.lower.program import Program, Reshard, RunOp
+from autopar.lower.program import Decisions, Program, Reshard, RunOp
 from autopar.methods import ShardParallel
 from autopar.rules.registry import rules_of
 from autopar.rules.rule import Rule
-from autopar.solver.assemble import ALL_STEPS, Decisions, IntraModel, assemble, roots_of
+from autopar.solver.assemble import ALL_STEPS, IntraModel, Restriction, assemble, roots_of
 from autopar.solver.intra.solve import solve_problem
 from autopar.solver.search.data_parallel import data_parallel
 from autopar.solver.solve import program_of_decisions, solve
@@ -119,8 +119,9 @@ def _data_program(case: Case) -> Program:
         known.rules,
         cheap_network(case.shape),
         mesh,
-        allowed=lambda position, options: narrow(mesh, position, options),
-        steps=space.steps,
+        restriction=Restriction(
+            lambda position, options: narrow(mesh, position, options), space.steps
+        ),
     )
     return program_of_decisions(model, model.decode(solve_problem(model.problem).choices))
 
