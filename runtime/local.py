@@ -59,10 +59,12 @@ class LocalProgram:
         self.step = jit_program(program, rules, self.mesh)
         self._await = devices[0].platform == "cpu"
         first = len(self.in_shardings) - len(hidden)
-        self._hidden = tuple(
-            jax.device_put(array, sharding)
-            for array, sharding in zip(hidden, self.in_shardings[first:], strict=True)
-        )
+        # Even if the first use is inside a trace: what is kept must not be a tracer of it.
+        with jax.ensure_compile_time_eval():
+            self._hidden = tuple(
+                jax.device_put(array, sharding)
+                for array, sharding in zip(hidden, self.in_shardings[first:], strict=True)
+            )
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Put argument leaves where the program wants them; what is in place stays.

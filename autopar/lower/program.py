@@ -206,7 +206,8 @@ def write_program(
             writer.make(value, sharding)
             if value in layouts and layouts[value] != sharding:
                 writer.need(value, layouts[value], op.index)
-                writer.base[value] = layouts[value]
+                # From here on the value is what was settled, as it was priced.
+                writer.make(value, layouts[value])
     for operand, sharding in zip(graph.outputs, decisions.outputs, strict=True):
         if not isinstance(operand, Literal):
             writer.need(operand, sharding, len(graph.ops))

@@ -9,11 +9,12 @@ XLA leaves out a collective that a program asks for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import Literal
+import numpy as np
+from jax.extend.core import Literal, jaxprs_in_params
 
 from autopar.ir.text import params_text
 
@@ -41,6 +42,15 @@ _MOVES = (
 _CHOICES = ("select_n",)
 """These give one of their operands after the first: if all of those are equal, that one."""
 
+_TRIVIAL = ("broadcast_in_dim", "reshape", "convert_element_type", "copy", "slice")
+"""These change nothing where the result has the shape and dtype of the operand."""
+
+_NEUTRAL = {"mul": (1, (0, 1)), "div": (1, (1,)), "add": (0, (0, 1)), "sub": (0, (1,))}
+"""A number that changes nothing, and the operands where it does not."""
+
+_POWER = {"integer_pow": "y"}
+"""Powers, and the parameter that is their exponent: the first power changes nothing."""
+
 
 @dataclass
 class Numbering:
@@ -62,7 +72,7 @@ class Numbering:
     def of(self, atom: Any) -> int:
         """The number of a variable (a new one at its first sight) or of a literal."""
         if isinstance(atom, Literal):
-            return self._splat(("literal", repr(atom.val)), atom.aval)
+            return self._splat(("literal", _plain(atom.val)), atom.aval)
         if atom not in self.numbers:
             self.numbers[atom] = next(self._fresh)
         return self.numbers[atom]
@@ -83,10 +93,11 @@ class Numbering:
         known = self._known(name, inputs, eqn)
         if known is not None:
             self.numbers[eqn.outvars[0]] = known
-            return (name, inputs, params_text(eqn.params)), True
+            return (name, inputs, params_text(eqn.params)), known in self.constant
         pure = not eqn.effects or name in COLLECTIVE_KINDS or name in _PLACES
-        # what acts, a callback say, is equal to nothing but itself
-        key = (name, inputs, params_text(eqn.params), 0 if pure else id(eqn))
+        pure = pure and not any(True for _ in jaxprs_in_params(eqn.params))
+        # what acts (a callback) or holds a program (a loop) is equal to nothing but itself
+        key = (name, inputs, params_text(eqn.params) if pure else id(eqn))
         fixed = pure and name not in _PLACES and self.constant.issuperset(inputs)
         for position, var in enumerate(eqn.outvars):
             if fixed and var.aval.shape == ():
@@ -101,8 +112,21 @@ class Numbering:
         """The number of a result that is a splat or one of the operands, else None."""
         if name in _MOVES and inputs[0] in self.splats:
             return self._splat(self.splats[inputs[0]], eqn.outvars[0].aval)
-        if name in _CHOICES and len(set(inputs[1:])) == 1 and inputs[1] in self.constant:
+        if name in _CHOICES and len(set(inputs[1:])) == 1:
             return inputs[1]
+        kept = self._kept(name, inputs, eqn.params)
+        if kept is None or not _alike(eqn.invars[kept].aval, eqn.outvars[0].aval):
+            return None
+        return inputs[kept]
+
+    def _kept(self, name: str, inputs: tuple[int, ...], params: Mapping[str, Any]) -> int | None:
+        """The operand that an equation returns unchanged, if it keeps its shape and dtype."""
+        if name in _TRIVIAL or params.get(_POWER.get(name, "")) == 1:
+            return 0
+        element, positions = _NEUTRAL.get(name, (None, ()))
+        for position in positions:
+            if self.splats.get(inputs[position]) == ("literal", element):
+                return 1 - position
         return None
 
     def _splat(self, element: object, aval: Any) -> int:
@@ -115,6 +139,16 @@ class Numbering:
         if key not in self.keys:
             self.keys[key] = next(self._fresh)
         return self.keys[key]
+
+
+def _plain(value: Any) -> object:
+    """A literal's number; of a random key its text."""
+    array = np.asarray(value)
+    return array.item() if array.dtype.kind in "bifcu" else repr(value)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return bool(one.shape == other.shape and one.dtype == other.dtype)
 
 
 def live_equations(jaxpr: Any) -> frozenset[int]:

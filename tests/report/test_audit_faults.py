@@ -52,7 +52,11 @@ def planned() -> tuple[Program, tuple[Rule, ...]]:
     graph = build_graph(trace_function(two_layers, args, {})).graph
     rules = rules_of(graph)
     cluster = Cluster.abstract(
-        shape=(2, 4), alpha=(1e-9, 1e-9), beta=(1e-12, 1e-12), peak_flops=1e9, memory_bandwidth=1e9
+        shape=(2, 4),
+        alpha=(1e-9, 1e-9),
+        beta=(1e-12, 1e-12),
+        peak_flops=1e11,
+        memory_bandwidth=1e12,
     )
     method = ManualParallel({"w": P("y"), "batch": P("x")}, MESH)
     return program_of(solve(graph, rules, cluster, method), graph, rules), rules

@@ -240,7 +240,8 @@ def test_seconds(seconds: float, text: str) -> None:
     ("count", "text"),
     [
         (0, "0 B"),
-        (1023, "1.00 KiB"),
+        (1023, "1023 B"),
+        (2**20 - 1, "1.00 MiB"),
         (1000, "1000 B"),
         (8420620, "8.03 MiB"),
         (80e9, "74.5 GiB"),
