@@ -26,22 +26,33 @@ def value_names(graph: OpGraph, rules: Sequence[Rule]) -> dict[int, str]:
         if len(arrays) == 1 and plain and arrays[0] in names:
             for value in op.outputs:
                 names.setdefault(value, names[arrays[0]])
+    for argument in dict.fromkeys(entry.name.split("/")[0] for entry in graph.inputs):
+        _name_gradients(graph, rules, argument, names)
+    return names
+
+
+def _name_gradients(
+    graph: OpGraph, rules: Sequence[Rule], argument: str, names: dict[int, str]
+) -> None:
+    """Name what leads to the next values of one argument's leaves, where it has no name yet.
+
+    Arguments are taken in order, so that a gradient is its parameter's rather than its moments'.
+    """
     wanted: dict[Operand, str] = {
         graph.outputs[entry.tied_output]: entry.name
         for entry in graph.inputs
-        if entry.tied_output >= 0
+        if entry.tied_output >= 0 and entry.name.split("/")[0] == argument
     }
     for op in reversed(graph.ops):
         label = next((wanted[v] for v in op.outputs if v in wanted), None)
         if label is None or any(f.kind == "sum" for f in rules[op.index].factors):
             continue
         for operand in op.inputs:
-            if not isinstance(operand, Literal):
+            if not isinstance(operand, Literal) and graph.values[operand].shape:
                 wanted.setdefault(operand, label)
     for operand, name in wanted.items():
         if not isinstance(operand, Literal):
             names.setdefault(operand, f"d {name}")
-    return names
 
 
 def price_list(

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, VerifyError
 from autopar.ir.graph import Literal, OpGraph
-from autopar.ir.sharding import Sharding
+from autopar.ir.sharding import Sharding, check_sharding
 from autopar.plan.fingerprint import check_fingerprint
 from autopar.plan.plan import Boundary, FrozenPlan
 from autopar.plan.resolve import plan_strategies
@@ -79,7 +79,7 @@ def check_plan(plan: FrozenPlan, graph: OpGraph, rules: Sequence[Rule]) -> Check
     nothing = (math.nan, math.nan, math.nan, 0)
     try:
         check_fingerprint(plan, graph)
-        problems = list(_boundary_problems(plan, graph))
+        problems = [*_boundary_problems(plan, graph), *_settled_problems(plan, graph)]
         if problems:
             return CheckReport(*nothing, tuple(problems))
         strategies = plan_strategies(plan, graph, rules)
@@ -125,6 +125,7 @@ def _boundary_problems(plan: FrozenPlan, graph: OpGraph) -> Iterator[str]:
                 yield f"{side} {boundary.name} is planned as another array than {now}"
             if boundary.sharding.partial:
                 yield f"{side} {name} has the sharding {boundary.sharding}, which is pending"
+            yield from _illegal(boundary.sharding, graph.shape_of(operand), plan, f"{side} {name}")
     for entry, boundary in zip(graph.inputs, plan.inputs, strict=True):
         if (entry.tied_output, entry.donated) != (boundary.tied, boundary.donated):
             yield f"argument {entry.name} is tied or donated otherwise than in the function"
@@ -139,26 +140,44 @@ def _boundary_problems(plan: FrozenPlan, graph: OpGraph) -> Iterator[str]:
             )
 
 
+def _settled_problems(plan: FrozenPlan, graph: OpGraph) -> Iterator[str]:
+    made = {value for op in graph.ops for value in op.outputs}
+    for value, sharding in plan.settled:
+        if value not in made:
+            yield f"v{value} is settled, but no op makes it"
+            continue
+        if sharding.partial:
+            yield f"v{value} is settled in {sharding}, which is pending"
+        yield from _illegal(sharding, graph.values[value].shape, plan, f"settled v{value}")
+
+
+def _illegal(
+    sharding: Sharding, shape: tuple[int, ...], plan: FrozenPlan, where: str
+) -> Iterator[str]:
+    try:
+        check_sharding(sharding, shape, plan.mesh)
+    except VerifyError as error:
+        yield f"{where}: {error.what}: {error.got}"
+
+
 def _peak(plan: FrozenPlan, graph: OpGraph, rules: Sequence[Rule], replay: Replay) -> int:
-    stored, mesh = in_memory(graph, rules), plan.mesh
-    given = [
-        (entry.value, boundary.sharding)
+    stored = in_memory(graph, rules)
+    given: list[Buffer] = [
+        (entry.value, boundary.sharding, 0)
         for entry, boundary in zip(graph.inputs, plan.inputs, strict=True)
     ]
-    kept: set[Buffer] = {
-        buffer for entry, buffer in zip(graph.inputs, given, strict=True) if not entry.donated
-    }
+    kept = {buffer for entry, buffer in zip(graph.inputs, given, strict=True) if not entry.donated}
     kept |= {
-        (operand, boundary.sharding)
+        replay.buffer(operand, boundary.sharding)
         for operand, boundary in zip(graph.outputs, plan.outputs, strict=True)
         if not isinstance(operand, Literal)
     }
     sizes: dict[Buffer, int] = {}
-    for value, layout in (*given, *(made for event in replay.events for made in event.makes)):
-        assert isinstance(layout, Sharding)
+    for buffer in (*given, *(made for event in replay.events for made in event.makes)):
+        value, layout, _ = buffer
         if value in stored:
-            elements = layout.local_size(graph.values[value].shape, mesh)
-            sizes[value, layout] = local_bytes(graph, value, elements)
+            elements = layout.local_size(graph.values[value].shape, plan.mesh)
+            sizes[buffer] = local_bytes(graph, value, elements)
     return peak_of(replay.events, sizes, frozenset(kept), given)
 
 

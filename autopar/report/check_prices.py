@@ -24,14 +24,15 @@ from autopar.cluster import Cluster, Piece
 from autopar.hardware import Link
 from autopar.ir.graph import Literal, OpGraph
 from autopar.ir.mesh import Mesh
+from autopar.ir.sharding import Sharding
 from autopar.rules.rule import Rule
 from autopar.rules.strategy import Strategy
 
 PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 """How often the bytes go around the ring."""
 
-Buffer = tuple[int, object]
-"""A value in one layout."""
+Buffer = tuple[int, Sharding, int]
+"""A value in one layout, before (0) or after (1) its pending sum was finished for all uses."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.errors import VerifyError
+from autopar.errors import AutoparError, VerifyError
 from autopar.ir.graph import Literal, OpGraph
 from autopar.ir.reshard import COLLECTIVES, Step, apply_step, full_elements
 from autopar.ir.sharding import Sharding, check_sharding
 from autopar.plan.plan import FrozenPlan
-from autopar.report.check_prices import Event, RingPrices, item_bytes
+from autopar.report.check_prices import Buffer, Event, RingPrices, item_bytes
 from autopar.rules.strategy import Strategy
 
 Key = tuple[int, Sharding, Sharding]
@@ -50,6 +50,8 @@ class Replay:
         per_use: seconds of the reshards of every single use, as the objective counts them.
         finishes: seconds of the reductions inside ops.
         events: the program as buffers read and made.
+        base: per value, the layout that its uses start from.
+        final: values that have been settled.
     """
 
     plan: FrozenPlan
@@ -61,15 +63,16 @@ class Replay:
     finishes: list[float] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     base: dict[int, Sharding] = field(default_factory=dict)
+    final: set[int] = field(default_factory=set)
     _paths: dict[Key, tuple[Step, ...]] = field(default_factory=dict)
     _done: dict[Key, float] = field(default_factory=dict)
+    _walked: set[Key] = field(default_factory=set)
 
     def run(self, strategies: Sequence[Strategy]) -> Replay:
         """Walk through the whole plan."""
         self._read_paths()
-        settled = self._read_settled()
+        settled = dict(self.plan.settled)
         for entry, boundary in zip(self.graph.inputs, self.plan.inputs, strict=True):
-            self._legal(entry.value, boundary.sharding, f"argument {entry.name}")
             self.base[entry.value] = boundary.sharding
         for op, strategy in zip(self.graph.ops, strategies, strict=True):
             pairs = zip(op.inputs, strategy.ins, strict=True)
@@ -81,16 +84,31 @@ class Replay:
                 self._legal(value, made, f"op {op.index} ({op.name}) at {op.source}")
                 self.base[value] = made
             self._finish(op.index, strategy)
-            self.events.append(Event(tuple(reads), tuple(makes)))
+            self.events.append(
+                Event(tuple(self.buffer(*r) for r in reads), tuple(self.buffer(*m) for m in makes))
+            )
             for value in op.outputs:
                 if value in settled:
-                    self.use(value, settled[value], op.index)
-                    self.base[value] = settled[value]
+                    self.settle(value, settled[value], op.index)
         for operand, boundary in zip(self.graph.outputs, self.plan.outputs, strict=True):
             if not isinstance(operand, Literal):
                 self.use(operand, boundary.sharding, len(self.graph.ops))
         self._unused()
         return self
+
+    def buffer(self, value: int, sharding: Sharding) -> Buffer:
+        """A value in a layout; what was made before the value was settled is another buffer."""
+        return (value, sharding, int(value in self.final))
+
+    def settle(self, value: int, layout: Sharding, op: int) -> None:
+        """Bring a value to the layout from which all its uses start."""
+        if self.base[value] == layout:
+            return
+        made = self.buffer(value, self.base[value])
+        self.per_use.append(self._walk((value, self.base[value], layout), op))
+        self.base[value] = layout
+        self.final.add(value)
+        self.events.append(Event((made,), (self.buffer(value, layout),)))
 
     def use(self, value: int, wanted: Sharding, op: int) -> None:
         """One use of a value: pays its way from where the value is made or settled."""
@@ -100,13 +118,15 @@ class Replay:
             return
         if key not in self._done:
             self._done[key] = self._walk(key, op)
-            self.events.append(Event(((value, source),), ((value, wanted),)))
+            reads, makes = self.buffer(value, source), self.buffer(value, wanted)
+            self.events.append(Event((reads,), (makes,)))
         self.per_use.append(self._done[key])
 
     def _walk(self, key: Key, op: int) -> float:
         value, state, target = key
         where = self._place(op)
         steps = self._paths.get(key)
+        self._walked.add(key)
         if steps is None:
             self.problems.append(f"{where}: no way for v{value} from {state} to {target}")
             return math.nan
@@ -118,7 +138,7 @@ class Replay:
                 elements = full_elements(state, step, shape, self.prices.mesh)
                 state = apply_step(state, step, self.prices.mesh)
                 check_sharding(state, shape, self.prices.mesh)
-            except VerifyError as error:
+            except AutoparError as error:
                 self.problems.append(f"{where}: v{value}, step {step}: {error.what}")
                 return math.nan
             if step.kind in COLLECTIVES:
@@ -154,18 +174,6 @@ class Replay:
             if self._paths.setdefault(key, choice.steps) != choice.steps:
                 self.problems.append(f"two ways for v{key[0]} from {key[1]} to {key[2]}")
 
-    def _read_settled(self) -> dict[int, Sharding]:
-        settled = dict(self.plan.settled)
-        made = {value for op in self.graph.ops for value in op.outputs}
-        for value, sharding in settled.items():
-            if value not in made:
-                self.problems.append(f"v{value} is settled, but no op makes it")
-            elif sharding.partial:
-                self.problems.append(f"v{value} is settled in {sharding}, which is pending")
-            else:
-                self._legal(value, sharding, f"settled v{value}")
-        return settled
-
     def _legal(self, value: int, sharding: Sharding, where: str) -> None:
         try:
             check_sharding(sharding, self.graph.values[value].shape, self.prices.mesh)
@@ -176,7 +184,7 @@ class Replay:
 
     def _unused(self) -> None:
         for value, source, target in self._paths:
-            if (value, source, target) not in self._done:
+            if (value, source, target) not in self._walked:
                 self.problems.append(f"the way of v{value} from {source} to {target} is never used")
 
     def _place(self, op: int) -> str:

@@ -6,11 +6,12 @@ targets live until their last use, like values.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from autopar.ir.graph import Literal
 from autopar.ir.sharding import Sharding
-from autopar.lower.program import Program, Reshard
+from autopar.lower.program import Program, Reshard, RunOp
 from autopar.rules.rule import Rule
 from autopar.solver.cost.traffic import memory_traffic
 
@@ -23,48 +24,48 @@ def peak_bytes(program: Program, rules: Sequence[Rule]) -> int:
     stored = {entry.value for entry in graph.inputs}
     for op, traffic in zip(graph.ops, memory_traffic(graph, rules), strict=True):
         stored.update(op.outputs[position] for position in traffic.writes)
-    born, last = _lifetimes(program)
-    size = len(program.steps) + 2
-    change = [0] * (size + 1)
-    for buffer, start in born.items():
-        value, sharding = buffer
+    change = [0] * (len(program.steps) + 3)
+    for (value, sharding), start, end in _lifetimes(program):
         if value not in stored:
             continue
         entry = graph.values[value]
         itemsize = int(getattr(entry.dtype, "itemsize", 4))
         held = sharding.local_size(entry.shape, program.mesh) * itemsize
         change[start] += held
-        change[last[buffer] + 1] -= held
-    alive = peak = 0
-    for delta in change:
-        alive += delta
-        peak = max(peak, alive)
-    return peak
+        change[end + 1] -= held
+    return max(itertools.accumulate(change))
 
 
-def _lifetimes(program: Program) -> tuple[dict[Buffer, int], dict[Buffer, int]]:
-    """First and last step of every buffer; step 0 is before the first, the end after the last."""
+def _lifetimes(program: Program) -> list[tuple[Buffer, int, int]]:
+    """Buffers with their first and last step; 0 is before the first step, the end after the last.
+
+    A value may be brought to the same layout twice (away from it and back): two lifetimes.
+    """
     graph = program.graph
     end = len(program.steps) + 1
-    born: dict[Buffer, int] = {}
-    last: dict[Buffer, int] = {}
+    alive: dict[Buffer, tuple[int, int]] = {}
+    done: list[tuple[Buffer, int, int]] = []
     for entry, sharding in zip(graph.inputs, program.inputs, strict=True):
-        born[entry.value, sharding] = 0
-        last[entry.value, sharding] = 0 if entry.donated else end
+        alive[entry.value, sharding] = (0, 0 if entry.donated else end)
     for number, step in enumerate(program.steps, start=1):
-        if isinstance(step, Reshard):
-            used = [(step.value, step.source)]
-            made = [(step.value, step.target)]
-        else:
-            op = graph.ops[step.op]
-            pairs = zip(op.inputs, step.strategy.ins, strict=True)
-            used = [(o, s) for o, s in pairs if not isinstance(o, Literal)]
-            made = list(zip(op.outputs, step.strategy.outs, strict=True))
+        used, made = _touched(program, step)
         for buffer in used:
-            last[buffer] = max(last[buffer], number)
+            alive[buffer] = (alive[buffer][0], max(alive[buffer][1], number))
         for buffer in made:
-            born[buffer] = last[buffer] = number
+            if buffer in alive:
+                done.append((buffer, *alive[buffer]))
+            alive[buffer] = (number, number)
     for operand, sharding in zip(graph.outputs, program.outputs, strict=True):
         if not isinstance(operand, Literal):
-            last[operand, sharding] = end
-    return born, last
+            alive[operand, sharding] = (alive[operand, sharding][0], end)
+    return [*done, *((buffer, *span) for buffer, span in alive.items())]
+
+
+def _touched(program: Program, step: Reshard | RunOp) -> tuple[list[Buffer], list[Buffer]]:
+    """Buffers that a step reads and makes."""
+    if isinstance(step, Reshard):
+        return [(step.value, step.source)], [(step.value, step.target)]
+    op = program.graph.ops[step.op]
+    pairs = zip(op.inputs, step.strategy.ins, strict=True)
+    used = [(operand, s) for operand, s in pairs if not isinstance(operand, Literal)]
+    return used, list(zip(op.outputs, step.strategy.outs, strict=True))

@@ -38,17 +38,15 @@ def two_layers(w: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, jax
         return jnp.mean(jnp.square(jnp.tanh(hidden @ w["b"])))
 
     loss, grads = jax.value_and_grad(loss_of)(w)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), loss
+    return {name: w[name] - 0.1 * grads[name] for name in w}, loss
 
 
 @pytest.fixture(scope="module")
 def planned() -> tuple[Program, tuple[Rule, ...]]:
     """Batch over x, weights over y: gathers over y, all-reduces over x."""
-    shape = jax.ShapeDtypeStruct
-    args = (
-        {"a": shape((16, 32), jnp.float32), "b": shape((32, 8), jnp.float32)},
-        shape((64, 16), jnp.float32),
-    )
+    kernels = {"a": jax.ShapeDtypeStruct((16, 32), "float32")}
+    kernels["b"] = jax.ShapeDtypeStruct((32, 8), "float32")
+    args = (kernels, jax.ShapeDtypeStruct((64, 16), "float32"))
     graph = build_graph(trace_function(two_layers, args, {})).graph
     rules = rules_of(graph)
     cluster = Cluster.abstract(

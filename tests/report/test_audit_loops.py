@@ -180,7 +180,8 @@ def test_branches_and_calls_are_walked() -> None:
     def body(a: jax.Array) -> jax.Array:
         inner = jax.jit(lambda v: psum(v, "ap1", "x"))
         summed = inner(a)
-        return jax.lax.cond(summed[0] > 0, lambda v: psum(v, "ap2"), lambda v: v, summed)
+        out: jax.Array = jax.lax.cond(summed[0] > 0, lambda v: psum(v, "ap2"), lambda v: v, summed)
+        return out
 
     emitted, hlo = programs(body, (8,))
     assert [(e.tag, e.axes, e.times) for e in emitted] == [("ap1", ("x",), 1), ("ap2", ("y",), 1)]
