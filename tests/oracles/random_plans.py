@@ -90,7 +90,6 @@ def intra_model(name: str, shape: tuple[int, ...]) -> IntraModel:
     return assemble(known.graph, known.rules, cheap_network(shape), Mesh.of(*shape))
 
 
-@functools.cache
 def program_for(case: Case) -> Program:
     """What a case runs."""
     if case.plan == "solver":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from autopar.cluster import Cluster
@@ -13,6 +15,7 @@ from autopar.rules.registry import rules_of
 from autopar.solver.solve import program_of_decisions, solve
 from autopar.trace.build import build_graph
 from autopar.trace.jaxpr import trace_function
+from tests.models.alpa_cases import MlpCase, build
 from tests.models.small_models import small_model
 from tests.oracles.random_plans import Case, intra_model, random_decisions, traced
 
@@ -30,9 +33,8 @@ def fast_network(shape: tuple[int, ...]) -> Cluster:
     )
 
 
-def audited(name: str, cluster: Cluster, method: Method) -> AuditReport:
-    model = small_model(name)
-    graph = build_graph(trace_function(model.step, model.args, {})).graph
+def audited(step: Any, args: tuple[Any, ...], cluster: Cluster, method: Method) -> AuditReport:
+    graph = build_graph(trace_function(step, args, {})).graph
     rules = rules_of(graph)
     rows = [i for i, entry in enumerate(graph.inputs) if entry.name.startswith("batch")]
     plan = solve(graph, rules, cluster, method, batch=dict.fromkeys(rows, 0))
@@ -61,7 +63,8 @@ def line(size: int) -> ShardParallel:
     ids=str,
 )
 def test_plans_of_the_examples(name: str, shape: tuple[int, ...], method: Method) -> None:
-    report = audited(name, fast_network(shape), method)
+    model = small_model(name)
+    report = audited(model.step, model.args, fast_network(shape), method)
     assert report.ok, report.summary()
     assert report.planned > 0
     assert 0 < report.compiled <= report.planned
@@ -75,12 +78,16 @@ def test_plans_of_the_examples(name: str, shape: tuple[int, ...], method: Method
 def test_hardware_that_nobody_has_to_own(hosts: int) -> None:
     """As many devices as the preset has, in the child alone."""
     cluster = Cluster.preset("h100-80g", hosts=hosts, devices_per_host=8)
-    report = audited("mlp", cluster, DataParallel())
+    step, args, _ = build(MlpCase(batch=256, width=32, layers=2))
+    report = audited(step, args, cluster, DataParallel())
     assert report.ok, report.summary()
+    # four gradients and the loss, which XLA may merge
+    assert report.planned == 5
+    assert 0 < report.compiled <= 5
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (3,)], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "gpt", "convnet"])
 def test_random_plans(name: str, shape: tuple[int, ...], number: int) -> None:
