@@ -1,10 +1,10 @@
 """Automatic parallelisation for JAX.
 
-    import autopar as ap
+import autopar as ap
 
-    step = ap.parallelize(train_step)        # plain or jax.jit-ed
-    params, opt_state, loss = step(params, opt_state, batch)
-    print(step.plan(params, opt_state, batch).summary())
+step = ap.parallelize(train_step)        # plain or jax.jit-ed
+params, opt_state, loss = step(params, opt_state, batch)
+print(step.plan(params, opt_state, batch).summary())
 """
 
 from autopar import errors

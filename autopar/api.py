@@ -23,9 +23,10 @@ from autopar.lower.spmd import partition_spec, spmd_function
 from autopar.methods import Auto, Method
 from autopar.plan.plan import CostSummary, FrozenPlan, PricedCollective, SolverReport
 from autopar.plan.serialize import read_plan, save_plan
-from autopar.report.audit import AuditReport, audit_program
+from autopar.report.audit import AuditReport, audit_compiled, audit_program
 from autopar.report.check import CheckReport, check_plan
-from autopar.report.share import parallel_share
+from autopar.report.compile import compile_program
+from autopar.report.share import parallel_share, share_of
 from autopar.report.summary import plan_summary
 from autopar.rules.registry import rules_of
 from autopar.rules.rule import Rule
@@ -132,6 +133,14 @@ class Plan:
         """What will run, step by step."""
         traced = self._bound()
         return program_of(self.frozen, traced.graph, traced.rules)
+
+    def verify(self, *, timeout: float = COMPILE_SECONDS) -> tuple[AuditReport, float]:
+        """The audit and the parallel share from one compilation of the planned program."""
+        program, traced = self.program(), self._bound()
+        compiled = compile_program(program, traced.rules, timeout=timeout)
+        report = audit_compiled(program, traced.rules, compiled)
+        jaxpr = traced.function.jaxpr
+        return report, share_of(compiled.text, program, jaxpr, timeout=timeout)
 
     def audit(self, *, timeout: float = COMPILE_SECONDS) -> AuditReport:
         """Compile for as many virtual devices in a child process; hold compiled against planned."""
@@ -254,11 +263,15 @@ class ParallelFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, or become part of the program that is being traced."""
-        leaves = self._leaves(args, kwargs)
+        leaves, key = self._flatten(args, kwargs)
         if traced_leaves(leaves):
             return self._inline(args, kwargs)
-        entry = self._entry(args, kwargs)
-        results = entry.local.run(self._leaves(args, kwargs))
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entry(args, kwargs)
+            # Which arguments are static is known only since the first trace.
+            leaves, _ = self._flatten(args, kwargs)
+        results = entry.local.run(leaves)
         return jax.tree.unflatten(entry.traced.function.out_tree, results)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -271,7 +284,7 @@ class ParallelFunction:
         Returns the positional arguments; with keywords, `(args, kwargs)`.
         """
         entry = self._entry(args, kwargs)
-        placed = entry.local.place(self._leaves(args, kwargs))
+        placed = entry.local.place(self._flatten(args, kwargs)[0])
         dynamic_args, dynamic_kwargs = jax.tree.unflatten(entry.traced.function.in_tree, placed)
         rest = iter(dynamic_args)
         static = self._static or frozenset()
@@ -285,34 +298,31 @@ class ParallelFunction:
             {k: v for k, v in kwargs.items() if k not in static},
         )
 
-    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        return jax.tree.leaves(self._dynamic(args, kwargs))
-
-    def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
-        static = self._static or frozenset()
+    def _flatten(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], Hashable]:
+        """Array leaves of a call, and what distinguishes calls that need plans of their own."""
         leaves, tree = jax.tree.flatten(self._dynamic(args, kwargs))
-        avals = tuple(
-            (x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else type(x)
-            for x in leaves
-        )
+        avals = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
+        static = self._static or frozenset()
         fixed = tuple((i, a) for i, a in enumerate(args) if i in static)
         named = tuple((k, v) for k, v in sorted(kwargs.items()) if k in static)
-        return (tree, avals, fixed, named)
+        return leaves, (tree, avals, fixed, named)
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
         if self._static is None:
             traced = _trace(self._function, args, kwargs, self._options.state_argnums)
             self._static = traced.function.static
-            self._traces[self._key(args, kwargs)] = traced
+            self._traces[self._flatten(args, kwargs)[1]] = traced
             return traced
-        key = self._key(args, kwargs)
+        key = self._flatten(args, kwargs)[1]
         if key not in self._traces:
             self._traces[key] = _trace(self._function, args, kwargs, self._options.state_argnums)
         return self._traces[key]
 
     def _entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Specialised:
         traced = self._trace(args, kwargs)
-        key = self._key(args, kwargs)
+        key = self._flatten(args, kwargs)[1]
         if key not in self._entries:
             plan = self._plan or _solve(traced, self._options, lambda text: None)
             self._entries[key] = _Specialised(plan.frozen, traced)
@@ -322,8 +332,10 @@ class ParallelFunction:
         """Become part of the program that is being traced around the call."""
         entry = self._entry(args, kwargs)
         body = spmd_function(entry.program, entry.traced.rules, entry.local.mesh)
-        leaves = self._leaves(args, kwargs)
-        results = refuse_transforms(body, entry.traced.function.name)(*leaves, *entry.traced.built.hidden)
+        leaves = self._flatten(args, kwargs)[0]
+        results = refuse_transforms(body, entry.traced.function.name)(
+            *leaves, *entry.traced.built.hidden
+        )
         return jax.tree.unflatten(entry.traced.function.out_tree, results)
 
 

@@ -107,8 +107,8 @@ class Demo:
 
     def result(self, parallel: tuple[float, ...], single: tuple[float, ...]) -> DemoResult:
         """Both runs, with what the compiled plan was found to be."""
-        share = self.plan.parallel_share()
-        return DemoResult(self.config, parallel, single, share, self.plan.audit())
+        audit, share = self.plan.verify()
+        return DemoResult(self.config, parallel, single, share, audit)
 
 
 def plan_demo(config: demo.DemoConfig, *, devices: int, method: Method | None = None) -> Demo:

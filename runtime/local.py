@@ -38,6 +38,14 @@ def local_devices(count: int, device_ids: Sequence[int] = ()) -> tuple[Any, ...]
     return tuple(here[:count])
 
 
+def _in_place(leaf: Any, sharding: jax.sharding.NamedSharding) -> bool:
+    """Whether a leaf already lies as wanted; results of the step itself are found at once."""
+    here = getattr(leaf, "sharding", None)
+    if here is None:
+        return False
+    return here is sharding or here == sharding or here.is_equivalent_to(sharding, leaf.ndim)
+
+
 class LocalProgram:
     """A program compiled for a mesh of this process's devices.
 
@@ -75,7 +83,7 @@ class LocalProgram:
         for leaf, sharding, entry in zip(
             leaves, self.in_shardings, self.program.graph.inputs, strict=False
         ):
-            if getattr(leaf, "sharding", None) == sharding:
+            if _in_place(leaf, sharding):
                 placed.append(leaf)
             else:
                 donate = entry.donated and isinstance(leaf, jax.Array)

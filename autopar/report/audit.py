@@ -21,7 +21,7 @@ from autopar.lower.spmd import abstract_mesh, spmd_function
 from autopar.report.audit_emitted import Emitted, emitted_collectives
 from autopar.report.audit_match import Finding, Wanted, asked_for, match_compiled, match_emitted
 from autopar.report.compile import boundary_avals, compile_program
-from autopar.report.compile_child import CompiledMemory
+from autopar.report.compile_child import CompiledMemory, CompiledText
 from autopar.report.hlo import HloProgram, read_hlo
 from autopar.rules.rule import Rule
 
@@ -105,10 +105,15 @@ def audit_program(
     Raises:
         AuditError: the program did not compile in time.
     """
-    emitted = emitted_of(program, rules)
     compiled = compile_program(program, rules, timeout=timeout, xla_flags=xla_flags)
-    wanted = wanted_of(program)
-    return audit(wanted, emitted, read_hlo(compiled.text), program, memory=compiled.memory)
+    return audit_compiled(program, rules, compiled)
+
+
+def audit_compiled(program: Program, rules: Sequence[Rule], compiled: CompiledText) -> AuditReport:
+    """Audit a planned program that has been compiled already."""
+    emitted = emitted_of(program, rules)
+    hlo = read_hlo(compiled.text)
+    return audit(wanted_of(program), emitted, hlo, program, memory=compiled.memory)
 
 
 def audit(

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pulp  # type: ignore[import-untyped]
+import pulp
 import pytest
 
 from autopar.solver.intra import ilp
