@@ -199,7 +199,7 @@ def by_hand(question: str, plain: Callable[..., Any], args: Sequence[Any]) -> Se
         out_shardings=(*held, NamedSharding(mesh, PartitionSpec())),
         donate_argnums=(0, 1),
     )
-    placed = tuple(jax.device_put(tuple(args), (*held, batch)))
+    placed = tuple(jax.device_put(_copied(args), (*held, batch)))
     return Setup(step, placed, step.lower(*placed).compile())
 
 
@@ -211,10 +211,14 @@ def planned(question: str, plain: Callable[..., Any], args: Sequence[Any]) -> Se
         method=METHODS[question],
         batch_argnums=(2,),
     )
-    # `place` gives donated leaves away, which are the caller's and wanted again.
-    placed = step.place(*jax.tree.map(np.asarray, tuple(args)))
+    placed = step.place(*_copied(args))
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*placed).compile()
     return Setup(step, placed, compiled)
+
+
+def _copied(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Copies: what a step is given it gives away, and each contender wants the same start."""
+    return tuple(jax.tree.map(np.array, tuple(args)))
 
 
 def contenders(question: str, model: str) -> tuple[Setup, Setup]:
@@ -254,7 +258,7 @@ def compare(question: str, model: str, *, pairs: int, steps: int, seed: int) -> 
 
 
 def _median(timed: Sequence[Pair], side: str) -> float:
-    return statistics.median(getattr(pair, side) for pair in timed)
+    return float(statistics.median(getattr(pair, side) for pair in timed))
 
 
 def _first_effect(timed: Sequence[Pair]) -> float:

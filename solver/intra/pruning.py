@@ -124,15 +124,17 @@ class _Reparametrised:
     def __init__(self, problem: Problem) -> None:
         self.nodes = [costs.copy() for costs in problem.node_costs]
         self.edges = [edge.costs.copy() for edge in problem.edges]
+        self.ends = [(edge.a, edge.b) for edge in problem.edges]
         self.order = _order(problem)
+        self._look()
+
+    def _look(self) -> None:
+        """Per node, its edges: a table with the node's choices as rows, whether later, whose."""
         position = {node: number for number, node in enumerate(self.order)}
-        # Per node, (edge, whether the node is its row end, whether the other end comes later).
-        self.incident: list[list[tuple[int, bool, bool]]] = [[] for _ in self.nodes]
-        self.other = [(edge.a, edge.b) for edge in problem.edges]
-        for number, edge in enumerate(problem.edges):
-            later = position[edge.b] > position[edge.a]
-            self.incident[edge.a].append((number, True, later))
-            self.incident[edge.b].append((number, False, not later))
+        self.near: list[list[tuple[Array, bool, int]]] = [[] for _ in self.nodes]
+        for table, (a, b) in zip(self.edges, self.ends, strict=True):
+            self.near[a].append((table, position[b] > position[a], b))
+            self.near[b].append((table.T, position[a] > position[b], a))
 
     def sweep(self) -> None:
         """Once forward and once backward over all nodes."""
@@ -143,31 +145,23 @@ class _Reparametrised:
 
     def _visit(self, node: int, *, forward: bool) -> None:
         """Gather what the edges know of a node, and hand it on to the edges ahead in shares."""
-        total = self.nodes[node]
-        ahead = []
-        for edge, is_row, later in self.incident[node]:
-            table = self.edges[edge]
-            least = table.min(axis=1 if is_row else 0)
-            table -= least[:, None] if is_row else least
-            total = total + least
-            if later is forward:
-                ahead.append((table, is_row))
-        shares = max(len(ahead), len(self.incident[node]) - len(ahead))
-        if ahead:
-            share = total / shares
-            for table, is_row in ahead:
-                table += share[:, None] if is_row else share
-            total = total - share * len(ahead)
-        self.nodes[node] = total
+        near = self.near[node]
+        least = [np.minimum.reduce(table, axis=1) for table, _, _ in near]
+        total = sum(least, self.nodes[node])
+        ahead = sum(later is forward for _, later, _ in near)
+        shares = max(ahead, len(near) - ahead)
+        share = total / shares if ahead else 0.0
+        for (table, later, _), gathered in zip(near, least, strict=True):
+            moved = share - gathered if later is forward else -gathered
+            table += moved[:, None]
+        self.nodes[node] = total - share * ahead
 
     def decode(self) -> Choices:
         """Choices node by node: each is the least given those before it, as the costs now lie."""
         choices = [-1] * len(self.nodes)
         for node in self.order:
             total = self.nodes[node]
-            for edge, is_row, later in self.incident[node]:
-                table = self.edges[edge] if is_row else self.edges[edge].T
-                other = self.other[edge][is_row]
+            for table, later, other in self.near[node]:
                 total = total + (table.min(axis=1) if later else table[:, choices[other]])
             choices[node] = int(total.argmin())
         return tuple(choices)
@@ -178,22 +172,24 @@ class _Reparametrised:
 
     def bounds_by_choice(self) -> list[Array]:
         """Per node and choice, seconds that no answer with that choice is below."""
-        rows = [costs - costs.min() for costs in self.nodes]
-        for node, edges in enumerate(self.incident):
-            for edge, is_row, _ in edges:
-                least = self.edges[edge].min(axis=1 if is_row else 0)
-                rows[node] = rows[node] + (least - least.min())
         bound = self.bound()
-        return [row + bound for row in rows]
+        rows = []
+        for costs, near in zip(self.nodes, self.near, strict=True):
+            row = costs - costs.min()
+            for table, _, _ in near:
+                least = table.min(axis=1)
+                row = row + (least - least.min())
+            rows.append(row + bound)
+        return rows
 
     def keep(self, alive: Sequence[NDArray[np.bool_]]) -> None:
         """Drop choices."""
-        for node, edges in enumerate(self.incident):
-            self.nodes[node] = self.nodes[node][alive[node]]
-            for edge, is_row, _ in edges:
-                table = self.edges[edge]
-                kept = table[alive[node]] if is_row else table[:, alive[node]]
-                self.edges[edge] = np.ascontiguousarray(kept)
+        self.nodes = [costs[keep] for costs, keep in zip(self.nodes, alive, strict=True)]
+        self.edges = [
+            table[np.ix_(alive[a], alive[b])]
+            for table, (a, b) in zip(self.edges, self.ends, strict=True)
+        ]
+        self._look()
 
 
 def _order(problem: Problem) -> tuple[int, ...]:

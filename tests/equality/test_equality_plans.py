@@ -6,6 +6,7 @@ The solver's plan, data parallel and 20 random plans, of three models, on four m
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -43,6 +44,13 @@ LEAST_SPLIT = 0.6
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 names = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_programs() -> Iterator[None]:
+    """Hundreds of programs are compiled and run once each; kept, they fill the memory."""
+    yield
+    jax.clear_caches()
 
 
 def _all_cases() -> list[Any]:
