@@ -243,6 +243,11 @@ class _Specialised:
         return LocalProgram(self.program, self.traced.rules, devices, self.traced.built.hidden)
 
 
+def _form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+    """What decides which arguments of a call are static: how many, and which by keyword."""
+    return len(args), tuple(sorted(kwargs))
+
+
 class ParallelFunction:
     """A function that runs on a cluster with the result it has on one device.
 
@@ -259,12 +264,12 @@ class ParallelFunction:
         self._plan = plan
         self._entries: dict[Hashable, _Specialised] = {}
         self._traces: dict[Hashable, Traced] = {}
-        self._static: frozenset[int | str] | None = None
+        self._statics: dict[tuple[int, tuple[str, ...]], frozenset[int | str]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step, or become part of the program that is being traced."""
         leaves, key = self._flatten(args, kwargs)
-        if traced_leaves(leaves):
+        if traced_leaves(leaves, getattr(self, "__name__", "function")):
             return self._inline(args, kwargs)
         entry = self._entries.get(key)
         if entry is None:
@@ -287,12 +292,16 @@ class ParallelFunction:
         placed = entry.local.place(self._flatten(args, kwargs)[0])
         dynamic_args, dynamic_kwargs = jax.tree.unflatten(entry.traced.function.in_tree, placed)
         rest = iter(dynamic_args)
-        static = self._static or frozenset()
+        static = self._static(args, kwargs)
         whole = tuple(a if i in static else next(rest) for i, a in enumerate(args))
         return (whole, {**kwargs, **dynamic_kwargs}) if kwargs else whole
 
+    def _static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int | str]:
+        """Static positions and keywords: the form of the call decides which it is."""
+        return self._statics.get(_form(args, kwargs), frozenset())
+
     def _dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        static = self._static or frozenset()
+        static = self._static(args, kwargs)
         return (
             tuple(a for i, a in enumerate(args) if i not in static),
             {k: v for k, v in kwargs.items() if k not in static},
@@ -304,15 +313,15 @@ class ParallelFunction:
         """Array leaves of a call, and what distinguishes calls that need plans of their own."""
         leaves, tree = jax.tree.flatten(self._dynamic(args, kwargs))
         avals = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
-        static = self._static or frozenset()
+        static = self._static(args, kwargs)
         fixed = tuple((i, a) for i, a in enumerate(args) if i in static)
         named = tuple((k, v) for k, v in sorted(kwargs.items()) if k in static)
         return leaves, (tree, avals, fixed, named)
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-        if self._static is None:
+        if _form(args, kwargs) not in self._statics:
             traced = _trace(self._function, args, kwargs, self._options.state_argnums)
-            self._static = traced.function.static
+            self._statics[_form(args, kwargs)] = traced.function.static
             self._traces[self._flatten(args, kwargs)[1]] = traced
             return traced
         key = self._flatten(args, kwargs)[1]

@@ -41,7 +41,8 @@ AXIS = "x"
 WARM_UP_STEPS = 5
 TOLERANCE = 0.01
 LOSS_TOLERANCE = 1e-4
-MOST_DATA_PARALLEL = 1.03
+# Of the lower end of the ratio's interval, and of its upper end.
+MOST_DATA_PARALLEL, MOST_ZERO3 = 1.03, 1.0
 
 METHODS: Mapping[str, Method] = {
     "data-parallel": ap.DataParallel(),
@@ -241,9 +242,6 @@ def compare(question: str, model: str, *, pairs: int, steps: int, seed: int) -> 
     ratio = median_interval([pair.ratio for pair in timed], seed=seed)
     facts = facts_of(ours.compiled), facts_of(theirs.compiled)
     differ = differences(*facts)
-    passed = (
-        ratio.high < 1.0 if question == "zero3" else ratio.low <= MOST_DATA_PARALLEL and not differ
-    )
     return Record(
         question,
         model,
@@ -253,8 +251,15 @@ def compare(question: str, model: str, *, pairs: int, steps: int, seed: int) -> 
         _median(timed, "ours") / _median(timed, "theirs"),
         _first_effect(timed),
         differ,
-        passed,
+        passes(question, ratio, differ),
     )
+
+
+def passes(question: str, ratio: Interval, differ: Sequence[Difference]) -> bool:
+    """Whether the target is met; less communication, work or memory than by hand is no fault."""
+    if question == "zero3":
+        return ratio.high < MOST_ZERO3
+    return ratio.low <= MOST_DATA_PARALLEL and all(item.ours < item.theirs for item in differ)
 
 
 def _median(timed: Sequence[Pair], side: str) -> float:

@@ -20,7 +20,8 @@
 # CPU client enough threads for them.
 
 # %%
-# ruff: noqa: D100
+"""Settings that must stand before JAX touches its devices."""
+
 import os
 import tempfile
 from itertools import islice

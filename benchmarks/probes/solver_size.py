@@ -14,7 +14,9 @@ It looks inside the solver. Peak bytes are read from Linux's /proc.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
+import gc
 import json
 import math
 import resource
@@ -201,7 +203,7 @@ def sizes(model: IntraModel) -> tuple[tuple[Size, ...], tuple[Elimination, ...]]
 
 def run_solver(name: str, mesh: str, problem: Problem) -> Run:
     """Solve and measure, in this process."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
+    _forget_memory()
     before, start = _held("VmRSS"), time.perf_counter()
     try:
         found = SOLVERS[name](problem)
@@ -226,6 +228,13 @@ def run_solver(name: str, mesh: str, problem: Problem) -> Run:
         _peak(name, before),
         found.notes,
     )
+
+
+def _forget_memory() -> None:
+    """Hand freed memory back, so that none of it is used again uncounted, and reset the peak."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _held(field: str) -> int:
@@ -284,8 +293,8 @@ def size_lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"  {'':18}{'width':>7}{'largest table':>16}{'entries':>18}{'peak bytes':>18}"
     for row in found["elimination"]:
         yield (
-            f"  {row['stage']:18}{row['width']:7}{row['largest']:16,}{row['entries']:18,}"
-            f"{row['peak_bytes']:18,}"
+            f"  {row['stage']:18}{row['width']:7}{row['largest']:16.3g}{row['entries']:18.3g}"
+            f"{row['peak_bytes']:18.3g}"
         )
 
 

@@ -10,8 +10,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar as ap
-from benchmarks.paired import Facts, by_hand, differences, facts_of, planned, split_state
-from benchmarks.pairs import Contender
+from benchmarks.paired import (
+    Facts,
+    by_hand,
+    differences,
+    facts_of,
+    passes,
+    planned,
+    split_state,
+)
+from benchmarks.pairs import Contender, Interval
 from examples import mlp
 
 SMALL = mlp.Config(batch=16, widths=(24, 16, 16))
@@ -90,3 +98,20 @@ def test_differences_beyond_a_hundredth_are_named_with_their_sign() -> None:
         "less all-reduce elements: 900 against 1,000",
         "more dot FLOPs: 550 against 500",
     ]
+
+
+@pytest.mark.parametrize(
+    ("question", "low", "high", "flops", "verdict"),
+    [
+        ("data-parallel", 1.02, 1.09, 500.0, "passed"),
+        ("data-parallel", 1.04, 1.09, 500.0, "failed"),
+        ("data-parallel", 0.90, 0.95, 400.0, "passed"),
+        ("data-parallel", 0.90, 0.95, 600.0, "failed"),
+        ("zero3", 0.90, 0.99, 600.0, "passed"),
+        ("zero3", 0.90, 1.00, 500.0, "failed"),
+    ],
+)
+def test_the_verdict(question: str, low: float, high: float, flops: float, verdict: str) -> None:
+    differ = differences(dataclasses.replace(SAME, flops=flops), SAME)
+    found = passes(question, Interval((low + high) / 2, low, high, 200), differ)
+    assert found is (verdict == "passed")
