@@ -74,10 +74,12 @@ class LocalProgram:
                 for array, sharding in zip(hidden, self.in_shardings[first:], strict=True)
             )
 
-    def place(self, leaves: Sequence[Any]) -> list[Any]:
+    def place(self, leaves: Sequence[Any], *, give_away: bool = False) -> list[Any]:
         """Put argument leaves where the program wants them; what is in place stays.
 
-        A leaf that the caller gives away is given away here too.
+        Args:
+            leaves: flat argument leaves.
+            give_away: free the original of a moved leaf at once, if the step donates it.
         """
         placed = []
         for leaf, sharding, entry in zip(
@@ -86,13 +88,13 @@ class LocalProgram:
             if _in_place(leaf, sharding):
                 placed.append(leaf)
             else:
-                donate = entry.donated and isinstance(leaf, jax.Array)
+                donate = give_away and entry.donated and isinstance(leaf, jax.Array)
                 placed.append(jax.device_put(leaf, sharding, donate=donate))
         return placed
 
     def run(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """One step: flat argument leaves to flat results."""
-        results = self.step(*self.place(leaves), *self._hidden)
+        results = self.step(*self.place(leaves, give_away=True), *self._hidden)
         if self._await:
             jax.block_until_ready(results)
         return tuple(results)

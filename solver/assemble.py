@@ -23,7 +23,7 @@ from autopar.ir.reshard import COLLECTIVES, LOCAL_STEPS, Step
 from autopar.ir.sharding import Sharding, replicated
 from autopar.lower.program import Decisions
 from autopar.rules.rule import Rule
-from autopar.rules.strategy import Strategy
+from autopar.rules.strategy import Assignment, Strategy
 from autopar.solver.cost.collectives import CollectiveModel
 from autopar.solver.cost.op_costs import OpCosts
 from autopar.solver.cost.resharding import ReshardTable, make_table
@@ -49,10 +49,12 @@ class Restriction:
     Attributes:
         allowed: how inputs may be laid out; None: freely.
         steps: kinds of reshard step that may be used.
+        fixed: assignments of ops that are decided already, by op index.
     """
 
     allowed: InputFilter | None = None
     steps: tuple[str, ...] = ALL_STEPS
+    fixed: Mapping[int, Assignment] = field(default_factory=dict)
 
 
 FREE = Restriction()
@@ -210,6 +212,7 @@ def assemble(
     ops = enumerate_strategies(graph, rules, mesh)
     if math.isinf(cluster.device.peak("float32")):
         ops = split_contractions(rules, ops)
+    ops = _fix(ops, restriction.fixed)
     inputs = []
     for position, entry in enumerate(graph.inputs):
         options = input_shardings(graph.values[entry.value].shape, mesh)
@@ -219,6 +222,20 @@ def assemble(
     nodes = Nodes(graph, tuple(rules), tuple(inputs), ops, settled, layouts)
     maker = _Maker(graph, tuple(rules), CollectiveModel(cluster, mesh), nodes, restriction.steps)
     return maker.model(follow(nodes))
+
+
+def _fix(
+    ops: Sequence[tuple[Strategy, ...]], fixed: Mapping[int, Assignment]
+) -> tuple[tuple[Strategy, ...], ...]:
+    """Leave ops that are decided one strategy; equal ops still share one tuple."""
+    cache: dict[tuple[int, Assignment], tuple[Strategy, ...]] = {}
+    made = list(ops)
+    for index, assignment in fixed.items():
+        key = (id(ops[index]), assignment)
+        if key not in cache:
+            cache[key] = tuple(s for s in ops[index] if s.assignment == assignment)
+        made[index] = cache[key]
+    return tuple(made)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from autopar.methods import (
 from autopar.plan.fingerprint import fingerprint, signatures
 from autopar.plan.plan import Boundary, CostSummary, FrozenPlan, ReshardChoice, SolverReport
 from autopar.rules.rule import Rule
-from autopar.rules.strategy import assignment_text
+from autopar.rules.strategy import Assignment, assignment_text
 from autopar.solver.assemble import IntraModel, Restriction, assemble
 from autopar.solver.cost.memory import peak_bytes
 from autopar.solver.intra.problem import Limits, Solution
@@ -131,13 +131,20 @@ def _answer(
 ) -> Answer:
     space, mesh = where
     narrow = space.allowed
+    fixed: dict[int, Assignment] = {}
+    if space.base is not None:
+        first = _answer(graph, rules, cluster, (space.base, mesh), how)
+        split = enumerate(strategy.assignment for strategy in first.decisions.ops)
+        fixed = {index: chosen for index, chosen in split if max(chosen) >= 0}
     model = assemble(
         graph,
         rules,
         cluster,
         mesh,
         restriction=Restriction(
-            None if narrow is None else lambda i, options: narrow(mesh, i, options), space.steps
+            None if narrow is None else lambda i, options: narrow(mesh, i, options),
+            space.steps,
+            fixed,
         ),
     )
     solution = solve_problem(model.problem, solver=how[0], limits=how[1])

@@ -23,12 +23,14 @@ class Space:
         meshes: logical meshes to try.
         allowed: restricts how arguments are laid out; None: freely.
         steps: reshard steps that may be used.
+        base: solved first; what its ops split stays so, what it replicates is free.
     """
 
     name: str
     meshes: tuple[Mesh, ...]
     allowed: InputFilter | None = None
     steps: tuple[str, ...] = ALL_STEPS
+    base: Space | None = None
 
 
 def batch_inputs(graph: OpGraph, batch: Mapping[int, int]) -> Mapping[int, int]:

@@ -1,6 +1,8 @@
 """ZeRO (Rajbhandari et al. 2020): data parallelism with the state split instead of replicated.
 
-Stage 2 splits the optimizer state (and with it the update), stage 3 the parameters too.
+Stage 2 splits the optimizer state (and with it the update), stage 3 the parameters too. The layouts
+of the state alone would let the solver leave data parallelism (and gather activations in place of
+small kernels), so the data-parallel answer is found first and what it splits is kept.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Mapping
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
-from autopar.solver.search.data_parallel import split_batch
+from autopar.solver.search.data_parallel import data_parallel, split_batch
 from autopar.solver.search.space import Space, batch_inputs
 
 STEPS = ("all-reduce", "reduce-scatter", "all-gather", "slice", "mask")
@@ -34,7 +36,8 @@ def zero(graph: OpGraph, devices: int, batch: Mapping[int, int], *, stage: int) 
     """The space of ZeRO stage 2 or 3 on a flat mesh.
 
     Parameters are the tied leaves of the first argument that has any; all other tied leaves are
-    optimizer state.
+    optimizer state. Leaves of rank 0 and 1 are left to the solver: splitting them saves nothing that
+    matters, and often costs a collective.
     """
     examples = batch_inputs(graph, batch)
     parameters = parameter_inputs(graph)
@@ -45,9 +48,11 @@ def zero(graph: OpGraph, devices: int, batch: Mapping[int, int], *, stage: int) 
             return split_batch(graph, (position, examples[position]), options, mesh)
         if entry.tied_output < 0 or (stage == 2 and position in parameters):
             return options[:1]
-        return (most_split(options, graph.values[entry.value].shape),)
+        shape = graph.values[entry.value].shape
+        return options if len(shape) <= 1 else (most_split(options, shape),)
 
-    return Space(f"zero{stage}", (Mesh.of(devices),), allowed, STEPS)
+    base = data_parallel(graph, devices, batch)
+    return Space(f"zero{stage}", (Mesh.of(devices),), allowed, STEPS, base)
 
 
 def parameter_inputs(graph: OpGraph) -> frozenset[int]:
