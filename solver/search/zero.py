@@ -36,8 +36,8 @@ def zero(graph: OpGraph, devices: int, batch: Mapping[int, int], *, stage: int) 
     """The space of ZeRO stage 2 or 3 on a flat mesh.
 
     Parameters are the tied leaves of the first argument that has any; all other tied leaves are
-    optimizer state. Leaves of rank 0 and 1 are left to the solver: splitting them saves nothing that
-    matters, and often costs a collective.
+    optimizer state. Leaves of rank 0 and 1 are left to the solver: splitting them saves little and
+    often costs a collective.
     """
     examples = batch_inputs(graph, batch)
     parameters = parameter_inputs(graph)
