@@ -7,7 +7,7 @@ import importlib
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -23,19 +23,23 @@ from autopar.lower.spmd import partition_spec, spmd_function
 from autopar.methods import Auto, Method
 from autopar.plan.plan import CostSummary, FrozenPlan, PricedCollective, SolverReport
 from autopar.plan.serialize import read_plan, save_plan
-from autopar.report.audit import AuditReport, audit_compiled, audit_program
-from autopar.report.check import CheckReport, check_plan
-from autopar.report.compile import compile_program
-from autopar.report.share import parallel_share, share_of
-from autopar.report.summary import plan_summary
 from autopar.rules.registry import rules_of
 from autopar.rules.rule import Rule
 from autopar.runtime.local import LocalProgram, local_devices
 from autopar.trace.build import BuiltGraph, build_graph
 from autopar.trace.jaxpr import Leaf, TracedFunction, ensure_jitted, trace_function
 
+if TYPE_CHECKING:
+    from autopar.report.audit import AuditReport
+    from autopar.report.check import CheckReport
+
 COMPILE_SECONDS = 600.0
 """How long an audit waits for the compiler."""
+
+
+def _report(room: str) -> Any:
+    """A module of report/, loaded when it is first asked: running a step needs none of them."""
+    return importlib.import_module(f"autopar.report.{room}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,8 @@ class Plan:
 
     def summary(self, *, width: int = 100) -> str:
         """The plan as text, to be read by people."""
-        return plan_summary(self.frozen, width=width)
+        text: str = _report("summary").plan_summary(self.frozen, width=width)
+        return text
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
@@ -137,25 +142,32 @@ class Plan:
     def verify(self, *, timeout: float = COMPILE_SECONDS) -> tuple[AuditReport, float]:
         """The audit and the parallel share from one compilation of the planned program."""
         program, traced = self.program(), self._bound()
-        compiled = compile_program(program, traced.rules, timeout=timeout)
-        report = audit_compiled(program, traced.rules, compiled)
+        compiled = _report("compile").compile_program(program, traced.rules, timeout=timeout)
+        report = _report("audit").audit_compiled(program, traced.rules, compiled)
         jaxpr = traced.function.jaxpr
-        return report, share_of(compiled.text, program, jaxpr, timeout=timeout)
+        share = _report("share").share_of(compiled.text, program, jaxpr, timeout=timeout)
+        return report, share
 
     def audit(self, *, timeout: float = COMPILE_SECONDS) -> AuditReport:
         """Compile for as many virtual devices in a child process; hold compiled against planned."""
-        return audit_program(self.program(), self._bound().rules, timeout=timeout)
+        rules = self._bound().rules
+        report: AuditReport = _report("audit").audit_program(self.program(), rules, timeout=timeout)
+        return report
 
     def parallel_share(self, *, timeout: float = COMPILE_SECONDS) -> float:
         """FLOPs of the one-device program over n times those of one device of this plan."""
         traced = self._bound()
         jaxpr = traced.function.jaxpr
-        return parallel_share(self.program(), traced.rules, jaxpr, timeout=timeout)
+        share: float = _report("share").parallel_share(
+            self.program(), traced.rules, jaxpr, timeout=timeout
+        )
+        return share
 
     def check(self) -> CheckReport:
         """Recompute objective, memory and feasibility without the solver's code."""
         traced = self._bound()
-        return check_plan(self.frozen, traced.graph, traced.rules)
+        report: CheckReport = _report("check").check_plan(self.frozen, traced.graph, traced.rules)
+        return report
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
