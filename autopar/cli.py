@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from autopar import methods
-from autopar.api import Plan, load_plan, make_plan
+from autopar.api import load_plan, make_plan
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, AutoparError
+from autopar.files import write_atomically
 from autopar.ir.mesh import Mesh
 from autopar.launch import request_cpu_devices
-from autopar.plan.serialize import write_atomically
 from autopar.report.picture import plan_picture
 from autopar.target import load_target
 
@@ -98,7 +98,7 @@ def plan(
             progress=progress,
         )
     file = output or Path(f"{wanted.name}.plan.json")
-    _save(made, file)
+    made.save(file)
     typer.echo(made.summary(width=_width()), nl=False)
     typer.echo(f"\nsaved to {file}")
 
@@ -115,7 +115,7 @@ def show(
     loaded = load_plan(file)
     typer.echo(loaded.summary(width=_width()), nl=False)
     if picture is not None:
-        _write(picture, plan_picture(loaded.frozen))
+        write_atomically(picture, plan_picture(loaded.frozen))
         typer.echo(f"\ndrawn into {picture}")
 
 
@@ -283,24 +283,6 @@ def _spinner(text: str) -> Iterator[Callable[[str], None]]:
 def _width() -> int:
     """Columns of the terminal; 100 where there is none, so that files come out alike."""
     return max(80, Console().width) if sys.stdout.isatty() else 100
-
-
-def _save(made: Plan, file: Path) -> None:
-    try:
-        made.save(file)
-    except OSError as error:
-        raise ArgumentError(
-            "the plan cannot be written", where=str(file), why=str(error)
-        ) from error
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        write_atomically(file, text)
-    except OSError as error:
-        raise ArgumentError(
-            "the file cannot be written", where=str(file), why=str(error)
-        ) from error
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

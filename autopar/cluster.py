@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from autopar.errors import ClusterError
+from autopar.files import write_atomically
 from autopar.hardware import (
     Device,
     Fields,
@@ -337,20 +338,8 @@ class Cluster:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cluster to a JSON file, whole or not at all."""
-        target = Path(path)
         text = json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
-        part = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(target)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise ClusterError(
-                "the cluster file cannot be written", where=str(path), why=str(error)
-            ) from error
+        write_atomically(path, text, kind=ClusterError)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, PlanError
+from autopar.files import write_atomically
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import parse_step
 from autopar.ir.sharding import parse_sharding
@@ -156,20 +156,8 @@ def _read_plan(data: Mapping[str, Any], file: str) -> FrozenPlan:
 
 def save_plan(plan: FrozenPlan, path: str | os.PathLike[str]) -> None:
     """Write the plan; the file is complete or absent, never half-written."""
-    write_atomically(path, json.dumps(plan_to_json(plan), separators=(",", ":")) + "\n")
-
-
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file through a temporary file beside it."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent or ".")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    text = json.dumps(plan_to_json(plan), separators=(",", ":")) + "\n"
+    write_atomically(path, text, kind=PlanError)
 
 
 def read_plan(path: str | os.PathLike[str]) -> FrozenPlan:
