@@ -150,7 +150,7 @@ def demo(
     with _spinner("planning the train step"):
         ready = training.plan_demo(config, devices=devices, method=how)
     if output is not None:
-        _save(ready.plan, output)
+        ready.plan.save(output)
     result = run_demo(ready)
     if result.failures():
         raise typer.Exit(NOT_OK)
