@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from autopar._compat.loops import scan_counts
 from autopar.ir.graph import Literal, Op, OpGraph
 from autopar.rules.registry import rules_of
 from autopar.rules.rule import Rule
@@ -45,7 +46,7 @@ _MAX_ROUNDS = 8
 
 def is_scan(op: Op) -> bool:
     """Whether the op is a scan whose parameters this JAX version lets us read."""
-    return op.name == "scan" and {"jaxpr", "num_consts", "num_carry"} <= set(op.params)
+    return op.name == "scan" and scan_counts(op.params) is not None
 
 
 def try_scan(op: Op, view: View, place: PlaceBody) -> Looped | Refused:
@@ -53,7 +54,9 @@ def try_scan(op: Op, view: View, place: PlaceBody) -> Looped | Refused:
     states = scalars_as_scales(view, ())
     if late := [p for p, state in enumerate(states) if state.kind == LATE]:
         return Refused("it needs a finished value", tuple(late))
-    consts, carry = op.params["num_consts"], op.params["num_carry"]
+    counts = scan_counts(op.params)
+    assert counts is not None, op
+    consts, carry = counts
     outer = [_inside(s) if p >= consts + carry else s for p, s in enumerate(states)]
     if None in outer:
         return Refused("it runs over the batch, example after example", (outer.index(None),))

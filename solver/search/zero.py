@@ -36,8 +36,7 @@ def zero(graph: OpGraph, devices: int, batch: Mapping[int, int], *, stage: int) 
     """The space of ZeRO stage 2 or 3 on a flat mesh.
 
     Parameters are the tied leaves of the first argument that has any; all other tied leaves are
-    optimizer state. Leaves of rank 0 and 1 are left to the solver: splitting them saves little and
-    often costs a collective.
+    optimizer state.
     """
     examples = batch_inputs(graph, batch)
     parameters = parameter_inputs(graph)
@@ -48,8 +47,7 @@ def zero(graph: OpGraph, devices: int, batch: Mapping[int, int], *, stage: int) 
             return split_batch(graph, (position, examples[position]), options, mesh)
         if entry.tied_output < 0 or (stage == 2 and position in parameters):
             return options[:1]
-        shape = graph.values[entry.value].shape
-        return options if len(shape) <= 1 else (most_split(options, shape),)
+        return (most_split(options, graph.values[entry.value].shape),)
 
     base = data_parallel(graph, devices, batch)
     return Space(f"zero{stage}", (Mesh.of(devices),), allowed, STEPS, base)

@@ -22,7 +22,7 @@ def mlp_step(params: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, dict[s
     """One step of gradient descent on a two-layer network."""
 
     def loss(p: dict[str, Any]) -> Any:
-        hidden = jnp.tanh(batch["x"] @ p["w1"] + p["b1"])
+        hidden = jnp.sin(batch["x"] @ p["w1"] + p["b1"])
         return jnp.mean((hidden @ p["w2"] - batch["y"]) ** 2)
 
     value, gradients = jax.value_and_grad(loss)(params)
