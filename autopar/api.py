@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError, PlanError
+from autopar.errors import ArgumentError, ClusterError, PlanError
 from autopar.guard import refuse_transforms, traced_leaves
 from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import Mesh
@@ -250,6 +250,13 @@ class _Specialised:
     def local(self) -> LocalProgram:
         """The program on this process's devices; made at the first run."""
         cluster = self.plan.frozen.cluster
+        if cluster.kind == "ray":
+            raise ClusterError(
+                "plans for Ray clusters cannot be run yet",
+                got=str(cluster),
+                why="there is no Ray runtime in this version: such clusters can be planned for",
+                remedy="cluster=Cluster.local() to run on this process's devices",
+            )
         ids = cluster.device_ids if cluster.kind == "local" else ()
         devices = local_devices(self.program.mesh.size, ids)
         return LocalProgram(self.program, self.traced.rules, devices, self.traced.built.hidden)

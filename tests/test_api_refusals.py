@@ -111,3 +111,11 @@ def test_a_plan_of_other_shapes_names_the_argument() -> None:
         ap.parallelize(_loss, plan=plan)(jnp.ones(16))
     assert "float32[16]" in caught.value.got
     assert "planned float32[8]" in caught.value.got
+
+
+def test_a_ray_cluster_is_planned_for_and_not_run() -> None:
+    step = ap.parallelize(lambda x: x * 2.0, cluster=ap.Cluster.ray(2, 4))
+    assert step.plan(jnp.ones(8)).mesh.size == 8
+    with pytest.raises(ap.errors.ClusterError, match="cannot be run yet") as caught:
+        step(jnp.ones(8))
+    assert "Cluster.local()" in caught.value.remedy
