@@ -20,7 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.lower.from_plan import program_of
 from autopar.lower.program import Program
 from autopar.lower.spmd import partition_spec, spmd_function
-from autopar.methods import Auto, Method
+from autopar.methods import METHODS, Auto, Method
 from autopar.plan.plan import CostSummary, FrozenPlan, PricedCollective, SolverReport
 from autopar.plan.serialize import read_plan, save_plan
 from autopar.rules.registry import rules_of
@@ -56,14 +56,28 @@ class Traced:
         return self.built.graph
 
 
+def _ties_of(plan: FrozenPlan, traced: TracedFunction) -> list[int] | None:
+    """The plan's ties if its arguments are those of the function; else it is refused later."""
+    leaves = plan.inputs[: len(plan.inputs) - plan.num_hidden]
+    then = [(leaf.name, leaf.shape) for leaf in leaves]
+    now = [(leaf.name, tuple(leaf.aval.shape)) for leaf in traced.inputs]
+    shapes = [tuple(leaf.aval.shape) for leaf in traced.outputs]
+    fits = all(e.tied < 0 or shapes[e.tied : e.tied + 1] == [e.shape] for e in leaves)
+    return [leaf.tied for leaf in leaves] if then == now and fits else None
+
+
 def _trace(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    state_argnums: Sequence[int] | None,
+    *,
+    state_argnums: Sequence[int] | None = None,
+    plan: FrozenPlan | None = None,
 ) -> Traced:
+    """Trace and build; which results are state is the plan's word where there is a plan."""
     traced = trace_function(function, args, kwargs)
-    built = build_graph(traced, state_argnums=state_argnums)
+    ties = None if plan is None else _ties_of(plan, traced)
+    built = build_graph(traced, state_argnums=state_argnums, ties=ties)
     return Traced(traced, built, rules_of(built.graph))
 
 
@@ -120,8 +134,7 @@ class Plan:
         Raises:
             PlanError: it is the plan of another function.
         """
-        tied = [entry.tied >= 0 for entry in self.frozen.inputs]
-        traced = _trace(function, args, kwargs, None if any(tied) else ())
+        traced = _trace(function, args, kwargs, plan=self.frozen)
         program_of(self.frozen, traced.graph, traced.rules)
         return Plan(self.frozen, traced)
 
@@ -331,22 +344,30 @@ class ParallelFunction:
     ) -> tuple[list[Any], Hashable]:
         """Array leaves of a call, and what distinguishes calls that need plans of their own."""
         leaves, tree = jax.tree.flatten(self._dynamic(args, kwargs))
-        avals = tuple((x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves)
+        avals = tuple(
+            (x.shape, x.dtype, getattr(x, "weak_type", False)) if hasattr(x, "dtype") else type(x)
+            for x in leaves
+        )
         static = self._static(args, kwargs)
-        fixed = tuple((i, a) for i, a in enumerate(args) if i in static)
-        named = tuple((k, v) for k, v in sorted(kwargs.items()) if k in static)
+        fixed = tuple((i, type(a), a) for i, a in enumerate(args) if i in static)
+        named = tuple((k, type(v), v) for k, v in sorted(kwargs.items()) if k in static)
         return leaves, (tree, avals, fixed, named)
 
     def _trace(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
         if _form(args, kwargs) not in self._statics:
-            traced = _trace(self._function, args, kwargs, self._options.state_argnums)
+            traced = self._trace_anew(args, kwargs)
             self._statics[_form(args, kwargs)] = traced.function.static
             self._traces[self._flatten(args, kwargs)[1]] = traced
             return traced
         key = self._flatten(args, kwargs)[1]
         if key not in self._traces:
-            self._traces[key] = _trace(self._function, args, kwargs, self._options.state_argnums)
+            self._traces[key] = self._trace_anew(args, kwargs)
         return self._traces[key]
+
+    def _trace_anew(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+        plan = None if self._plan is None else self._plan.frozen
+        state = self._options.state_argnums
+        return _trace(self._function, args, kwargs, state_argnums=state, plan=plan)
 
     def _entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Specialised:
         traced = self._trace(args, kwargs)
@@ -365,6 +386,45 @@ class ParallelFunction:
             *leaves, *entry.traced.built.hidden
         )
         return jax.tree.unflatten(entry.traced.function.out_tree, results)
+
+
+def _check_kinds(cluster: object, method: object, plan: object) -> None:
+    """Refuse what is no cluster, method or plan.
+
+    Raises:
+        ArgumentError: naming the option.
+    """
+    given = (
+        ("cluster", cluster, (Cluster, str), "Cluster.local(), or a text such as abstract:2x4"),
+        ("method", method, METHODS, "an object such as autopar.Auto()"),
+        ("plan", plan, (Plan,), "autopar.load_plan(path)"),
+    )
+    for name, value, kinds, remedy in given:
+        if value is not None and not isinstance(value, kinds):
+            raise ArgumentError(f"{name}= cannot be used", got=repr(value)[:80], remedy=remedy)
+    if plan is not None and (method is not None or cluster is not None):
+        raise ArgumentError(
+            "a plan was given beside a cluster or a method",
+            why="a plan says already how and for what it was made",
+            remedy="leave out cluster= and method=",
+        )
+
+
+def _numbers(value: int | Sequence[int], name: str) -> tuple[int, ...]:
+    """Argument positions: one, or several.
+
+    Raises:
+        ArgumentError: a position is no number from 0.
+    """
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    for number in numbers:
+        if not isinstance(number, int) or number < 0:
+            raise ArgumentError(
+                f"{name} holds something else than argument positions",
+                got=repr(number),
+                remedy="positions count from 0; name keywords in batch_argnames",
+            )
+    return numbers
 
 
 def parallelize(  # noqa: PLR0913 - keyword options of the public contract
@@ -393,13 +453,14 @@ def parallelize(  # noqa: PLR0913 - keyword options of the public contract
     Raises:
         AutoparError: a kind of it, with what to do.
     """
+    _check_kinds(cluster, method, plan)
     options = Options(
         None if cluster is None else _as_cluster(cluster),
         method or Auto(),
-        tuple(batch_argnums),
-        tuple(batch_argnames),
-        batch_dims,
-        None if state_argnums is None else tuple(state_argnums),
+        _numbers(batch_argnums, "batch_argnums"),
+        (batch_argnames,) if isinstance(batch_argnames, str) else tuple(batch_argnames),
+        _numbers(batch_dims, "batch_dims")[0],
+        None if state_argnums is None else _numbers(state_argnums, "state_argnums"),
     )
     return ParallelFunction(function, options, plan)
 

@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec
 
 from autopar.errors import ArgumentError
 
+SOLVERS = ("auto", "elimination", "ilp-highs", "ilp-cbc")
+
 
 def _check_limits(memory_bytes: float | None, time_limit: float) -> None:
     if memory_bytes is not None and memory_bytes <= 0:
@@ -37,6 +39,15 @@ class ShardParallel:
 
     def __post_init__(self) -> None:
         _check_limits(self.memory_bytes, self.time_limit)
+        if self.solver not in SOLVERS:
+            raise ArgumentError("unknown solver", got=repr(self.solver), remedy=f"one of {SOLVERS}")
+        sizes = self.logical_mesh
+        if sizes is not None and not all(isinstance(n, int) and n > 0 for n in sizes):
+            raise ArgumentError(
+                "logical_mesh holds something else than axis sizes",
+                got=repr(sizes),
+                remedy="a tuple such as (2, 4)",
+            )
         if self.num_micro_batches != 1:
             raise ArgumentError(
                 "micro-batches are not available yet",
@@ -60,7 +71,8 @@ class Auto:
     time_limit: float = 60.0
 
     def __post_init__(self) -> None:
-        ShardParallel(None, self.num_micro_batches or 1, "auto", self.memory_bytes, self.time_limit)
+        count = 1 if self.num_micro_batches is None else self.num_micro_batches
+        ShardParallel(None, count, "auto", self.memory_bytes, self.time_limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,9 @@ class DataParallel:
 
     time_limit: float = 60.0
 
+    def __post_init__(self) -> None:
+        _check_limits(None, self.time_limit)
+
 
 @dataclass(frozen=True, slots=True)
 class Zero2Parallel:
@@ -76,12 +91,18 @@ class Zero2Parallel:
 
     time_limit: float = 60.0
 
+    def __post_init__(self) -> None:
+        _check_limits(None, self.time_limit)
+
 
 @dataclass(frozen=True, slots=True)
 class Zero3Parallel:
     """Data parallel with parameters and optimizer state split: parameters gathered on use."""
 
     time_limit: float = 60.0
+
+    def __post_init__(self) -> None:
+        _check_limits(None, self.time_limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,5 +120,10 @@ class ManualParallel:
     logical_mesh: tuple[tuple[str, int], ...] | None = None
     time_limit: float = 60.0
 
+    def __post_init__(self) -> None:
+        _check_limits(None, self.time_limit)
+
+
+METHODS = (Auto, ShardParallel, DataParallel, Zero2Parallel, Zero3Parallel, ManualParallel)
 
 Method = Auto | ShardParallel | DataParallel | Zero2Parallel | Zero3Parallel | ManualParallel

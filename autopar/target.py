@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeGuard
 
+from autopar._compat.source import user_line
 from autopar.errors import ArgumentError
 
 DEFAULT_MAKE = "make"
@@ -124,16 +124,9 @@ def _import_from(folder: Path) -> None:
 
 def _user_error(what: str, error: Exception) -> ArgumentError:
     """An error of the user's code, with the last line of theirs that was running."""
-    own = str(Path(__file__).parent)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((own, "<"))
-    ]
-    inner = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     return ArgumentError(
         what,
-        where=f"{inner[-1].filename}:{inner[-1].lineno}" if inner else "",
+        where=user_line(error),
         got=f"{type(error).__name__}: {error}",
         remedy="--traceback shows where it comes from",
     )

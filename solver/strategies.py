@@ -73,7 +73,7 @@ def _usable(op: Op, rule: Rule, partial: frozenset[int], graph: OpGraph) -> tupl
         if not all(value.summable for value in results):
             return False
         if factor.kind != "linear":
-            return factor.size != 1
+            return factor.size is None or factor.size > 1
         return any(op.inputs[position] in partial for position in factor.partial_in)
 
     return tuple(ok(position) for position in range(len(rule.factors)))
@@ -139,16 +139,8 @@ def input_shardings(shape: tuple[int, ...], mesh: Mesh) -> tuple[Sharding, ...]:
             for wanted in range(len(shape))
         )
         sharding = Sharding(dims)
+        if 0 in shape and sharding.split_axes:
+            continue
         if all(size % sharding.shards(dim, mesh) == 0 for dim, size in enumerate(shape)):
             found.append(sharding)
     return tuple(found)
-
-
-def consumers_of(graph: OpGraph) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Per value, the (op, operand position) pairs that use it."""
-    found: list[list[tuple[int, int]]] = [[] for _ in graph.values]
-    for op in graph.ops:
-        for position, operand in enumerate(op.inputs):
-            if not isinstance(operand, Literal):
-                found[operand].append((op.index, position))
-    return tuple(tuple(uses) for uses in found)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import traceback
 from typing import Any
 
 import jax
 
 _JAX_ROOT = os.path.dirname(jax.__file__) + os.sep
+_OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# What stands between a user's line and the equations of a parallelised function called there.
+_OWN = tuple(os.path.join(_OWN_ROOT, name) for name in ("guard.py", "api.py", "lower" + os.sep))
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen")
 
 
@@ -27,7 +31,7 @@ def user_source(source_info: Any) -> str:
     fallback = ""
     for frame in traceback.frames:
         name = frame.file_name
-        if name.startswith(_JAX_ROOT) or "importlib" in name:
+        if name.startswith((_JAX_ROOT, *_OWN)) or "importlib" in name:
             continue
         text = f"{_short(name)}:{_line(frame)} ({frame.function_name})"
         if not any(part in name for part in _LIBRARIES):
@@ -43,3 +47,14 @@ def _short(path: str) -> str:
 def scope_of(source_info: Any) -> str:
     """The equation's own name stack, `jvp()/transpose(jvp())`, without its callers'."""
     return str(getattr(source_info, "name_stack", ""))
+
+
+def user_line(error: BaseException) -> str:
+    """`file.py:12`: the last line of the user's code that was running when `error` was raised."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_OWN_ROOT, "<")) and "importlib" not in frame.filename
+    ]
+    theirs = [f for f in frames if not any(part in f.filename for part in _LIBRARIES)] or frames
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""

@@ -76,6 +76,7 @@ class Op:
         outputs: value ids.
         source: `file.py:12 (function)`, the user's line.
         scope: the name stack, with the enclosing calls' prefixed.
+        effects: whether it does something besides computing (prints, calls back).
     """
 
     index: int
@@ -85,6 +86,7 @@ class Op:
     outputs: tuple[int, ...]
     source: str = ""
     scope: str = ""
+    effects: bool = False
 
     @property
     def name(self) -> str:

@@ -25,7 +25,8 @@ def params_text(params: Mapping[str, Any]) -> str:
     shown = []
     for key in sorted(params):
         value = params[key]
-        if value is None or value == () or key in ("sharding", "out_sharding"):
+        empty = value is None or (isinstance(value, tuple) and not value)
+        if empty or key in ("sharding", "out_sharding"):
             continue
         text = getattr(value, "__name__", None) if callable(value) else None
         shown.append(f"{key}={_ADDRESS.sub('', text or str(value))}")

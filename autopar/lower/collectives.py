@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.ir.block import shard_index
 from autopar.ir.mesh import Mesh
@@ -45,13 +46,39 @@ def _slice(value: Any, step: Step, mesh: Mesh) -> Any:
     return jax.lax.dynamic_slice_in_dim(value, start, size, axis=step.dim)
 
 
+def _flip(bits: Any) -> Any:
+    """Signed bits of floats to integers in the floats' order, and back: its own inverse."""
+    top = np.iinfo(bits.dtype).max
+    return jnp.where(bits < 0, bits ^ top, bits)
+
+
+def _ordered(value: Any, *, nan_last: bool) -> Any:
+    """Integers in the order of the floats; NaN wins, which no collective promises for floats."""
+    kind = jnp.dtype(f"int{8 * value.dtype.itemsize}")
+    keys = _flip(jax.lax.bitcast_convert_type(value, kind))
+    limits = np.iinfo(kind)
+    return jnp.where(jnp.isnan(value), limits.max if nan_last else limits.min, keys)
+
+
+def _unordered(keys: Any, dtype: Any) -> Any:
+    """The floats of `_ordered` integers."""
+    return jax.lax.bitcast_convert_type(_flip(keys), dtype)
+
+
+def _extreme(value: Any, finish: Finish) -> Any:
+    if finish.kind == "max":
+        return jax.lax.pmax(value, finish.axes)
+    return jax.lax.pmin(value, finish.axes)
+
+
 def run_finish(value: Any, finish: Finish, tag: str) -> Any:
     """Finish a maximum, minimum, conjunction or disjunction over mesh axes."""
     with jax.named_scope(tag):
-        if finish.kind == "max":
-            return jax.lax.pmax(value, finish.axes)
-        if finish.kind == "min":
-            return jax.lax.pmin(value, finish.axes)
+        if finish.kind in ("max", "min"):
+            if not jnp.issubdtype(value.dtype, jnp.inexact):
+                return _extreme(value, finish)
+            keys = _ordered(value, nan_last=finish.kind == "max")
+            return _unordered(_extreme(keys, finish), value.dtype)
         # Booleans have no collective of their own: 0 and 1 do.
         number = value.astype(jnp.int32)
         if finish.kind == "and":

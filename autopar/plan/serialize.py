@@ -117,7 +117,7 @@ def plan_from_json(data: Mapping[str, Any], *, file: str = "plan") -> FrozenPlan
         return _read_plan(data, file)
     except AutoparError:
         raise
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise PlanError(
             "a plan file is damaged",
             where=file,

@@ -42,7 +42,15 @@ _MOVES = (
 _CHOICES = ("select_n",)
 """These give one of their operands after the first: if all of those are equal, that one."""
 
-_TRIVIAL = ("broadcast_in_dim", "reshape", "convert_element_type", "copy", "slice")
+_TRIVIAL = (
+    "broadcast_in_dim",
+    "reshape",
+    "convert_element_type",
+    "copy",
+    "slice",
+    # XLA drops barriers late and then merges what they kept apart.
+    "optimization_barrier",
+)
 """These change nothing where the result has the shape and dtype of the operand."""
 
 _NEUTRAL = {"mul": (1, (0, 1)), "div": (1, (1,)), "add": (0, (0, 1)), "sub": (0, (1,))}

@@ -103,7 +103,7 @@ def _quality(plan: FrozenPlan) -> str:
     solver = plan.solver
     objective = f"objective {seconds_text(solver.objective)}"
     if solver.gap <= 0:
-        return f"{objective}, proven the least"
+        return f"{objective}, proven the least in the searched space"
     bound = seconds_text(solver.lower_bound)
     return f"{objective}, lower bound {bound}, gap {100 * solver.gap:.2g} %"
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from autopar.ir.graph import is_number
-from autopar.rules.rule import Eqn, Local, Rule, RuleMaker, make_rule, summed
+from autopar.rules.rule import Eqn, Local, Rule, RuleMaker, keeps_sums, make_rule, summed
 
 
 def dot_general(eqn: Eqn) -> Rule:
@@ -32,7 +32,7 @@ def dot_general(eqn: Eqn) -> Rule:
         [left, right],
         [out],
         factors={name: summed() for name in contracted},
-        linear=[(0,), (1,)],
+        linear=[(p,) for p in (0, 1) if keeps_sums(eqn.in_dtypes[p], eqn.out_dtypes[0])],
         flops=2.0 * math.prod(eqn.out_shapes[0]) * math.prod(sizes),
     )
 

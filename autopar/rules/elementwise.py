@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.rules.rule import Eqn, Rule, RuleMaker, make_rule
+from autopar.rules.rule import Eqn, Rule, RuleMaker, keeps_sums, make_rule
 
 NONLINEAR = (
     "abs acos acosh and asin asinh atan atan2 atanh cbrt ceil clamp cos cosh digamma eq erf "
@@ -68,21 +67,9 @@ def div(eqn: Eqn) -> Rule:
     return elementwise(eqn, [(0,)] if exact else ())
 
 
-def _keeps_sums(source: Any, target: Any) -> bool:
-    """Whether converting partial sums loses nothing against converting the sum.
-
-    Integer sums wrap, so an integer may not be widened: of two int8 summands 100 the sum is -56.
-    """
-    if not all(jnp.issubdtype(dtype, jnp.number) for dtype in (source, target)):
-        return False
-    if jnp.issubdtype(source, jnp.inexact):
-        return bool(jnp.promote_types(source, target) == target)
-    return bool(jnp.issubdtype(target, jnp.integer)) and target.itemsize <= source.itemsize
-
-
 def convert_element_type(eqn: Eqn) -> Rule:
     """A cast: linear only where no precision is lost before the sum."""
-    keeps = _keeps_sums(eqn.in_dtypes[0], eqn.out_dtypes[0])
+    keeps = keeps_sums(eqn.in_dtypes[0], eqn.out_dtypes[0])
     return elementwise(eqn, [(0,)] if keeps else ())
 
 

@@ -122,7 +122,7 @@ def _bind_gather(local: Local) -> tuple[Any, ...]:
         return local.run(operand, indices, slice_sizes=sizes)
     indices = _wide(indices)
     limits = tuple(shape[dim] - sizes[dim] for dim in dims)
-    if "CLIP" in mode:
+    if "FILL" not in mode:
         indices = _clip(indices, limits)
     top = jnp.asarray(limits, indices.dtype)
     valid = jnp.all((indices >= 0) & (indices <= top), axis=-1)

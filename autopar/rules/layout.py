@@ -64,7 +64,9 @@ def _advance(position: int, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _bind_reshape(local: Local) -> tuple[Any, ...]:
-    return (jnp.reshape(local.operands[0], local.out_shape()),)
+    order = local.params["dimensions"]
+    operand = local.operands[0] if order is None else jnp.transpose(local.operands[0], order)
+    return (jnp.reshape(operand, local.out_shape()),)
 
 
 def reshape(eqn: Eqn) -> Rule:
@@ -77,7 +79,9 @@ def reshape(eqn: Eqn) -> Rule:
     if 0 in shape:
         ins, outs = [["."] * len(shape)], [["."] * len(out)]
         return make_rule(eqn, ins, outs, linear=[(0,)], bind=_bind_reshape)
-    names_in, names_out, sizes = _refine_groups(shape, out)
+    order = eqn.params["dimensions"] or tuple(range(len(shape)))
+    permuted, names_out, sizes = _refine_groups(tuple(shape[dim] for dim in order), out)
+    names_in = [permuted[order.index(dim)] for dim in range(len(shape))]
     return make_rule(eqn, [names_in], [names_out], sizes=sizes, linear=[(0,)], bind=_bind_reshape)
 
 

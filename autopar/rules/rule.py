@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
+
 from autopar.errors import RuleError
 from autopar.ir.block import AxisIndex, Block, block_of
 from autopar.ir.graph import is_number
@@ -270,3 +272,15 @@ def replicate(eqn: Eqn, reason: str) -> Rule:
     ins = tuple(((),) * len(shape) for shape in eqn.in_shapes)
     outs = tuple(((),) * len(shape) for shape in eqn.out_shapes)
     return Rule((), ins, outs, reason=reason)
+
+
+def keeps_sums(source: Any, target: Any) -> bool:
+    """Whether summands converted to `target` add up to the converted sum, to rounding.
+
+    Integer sums wrap, so an integer may not be widened: of two int8 summands 100 the sum is -56.
+    """
+    if not all(jnp.issubdtype(dtype, jnp.number) for dtype in (source, target)):
+        return False
+    if jnp.issubdtype(source, jnp.inexact):
+        return bool(jnp.promote_types(source, target) == target)
+    return bool(jnp.issubdtype(target, jnp.integer)) and target.itemsize <= source.itemsize

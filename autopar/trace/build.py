@@ -11,8 +11,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.extend.core import Literal as JaxLiteral
 
-from autopar._compat.calls import INLINED, REMAT, called_jaxpr
+from autopar._compat.calls import INLINED, REFUSED, REMAT, called_jaxpr
 from autopar._compat.source import scope_of, user_source
+from autopar.errors import TraceError
 from autopar.ir.graph import Input, Literal, Op, Operand, OpGraph, Value
 from autopar.ir.verify import verify_graph
 from autopar.trace.jaxpr import Leaf, TracedFunction
@@ -88,7 +89,17 @@ def _equation(
     inner = called_jaxpr(eqn.params) if name in INLINED | REMAT else None
     if inner is None:
         outputs = tuple(builder.new_value(var.aval) for var in eqn.outvars)
+        if name in REFUSED:
+            raise TraceError(
+                f"{REFUSED[name]} inside the function cannot be planned",
+                where=source,
+                why="it has decided already how it runs on a mesh",
+                remedy="parallelise the whole function, with plain JAX inside",
+            )
         _append(builder, eqn.primitive, eqn.params, inputs, outputs, (source, scope))
+        if eqn.effects:
+            builder.ops[-1] = replace(builder.ops[-1], effects=True)
+            builder.notes.append(f"{name} runs once on every device (at {source})")
         return outputs
     if name in REMAT:
         if eqn.params.get("prevent_cse", True) and eqn.params.get("differentiated", False):
@@ -134,18 +145,23 @@ def _barrier_primitive() -> Any:
 
 
 def build_graph(
-    traced: TracedFunction, *, state_argnums: Sequence[int] | None = None
+    traced: TracedFunction,
+    *,
+    state_argnums: Sequence[int] | None = None,
+    ties: Sequence[int] | None = None,
 ) -> BuiltGraph:
     """Build and verify the graph of a traced function.
 
     Args:
         traced: the function.
         state_argnums: which arguments' leaves may be tied to results; all if None.
+        ties: per argument leaf the result it is tied to, or -1, where that is known already.
     """
     builder = _Builder(barrier=_barrier_primitive())
     args = [builder.new_value(leaf.aval, leaf.name) for leaf in traced.inputs]
     outputs = _walk(builder, traced.jaxpr, args, "", "")
-    ties = tie_state(traced.inputs, traced.outputs, state_argnums)
+    if ties is None or len(ties) != len(traced.inputs):
+        ties = tie_state(traced.inputs, traced.outputs, state_argnums)
     graph = OpGraph(
         name=traced.name,
         values=tuple(builder.values),
@@ -177,8 +193,7 @@ def drop_dead(graph: OpGraph) -> OpGraph:
     live = {o for o in graph.outputs if not isinstance(o, Literal)}
     kept: list[Op] = []
     for op in reversed(graph.ops):
-        effects = getattr(op.params.get("jaxpr"), "effects", None)
-        if effects or live.intersection(op.outputs) or "callback" in op.name:
+        if op.effects or live.intersection(op.outputs):
             kept.append(op)
             live |= {o for o in op.inputs if not isinstance(o, Literal)}
     kept.reverse()

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
+from autopar._compat.source import user_line
 from autopar._compat.static_args import static_positions
 from autopar.errors import AutoparError, TraceError
 
@@ -118,6 +119,7 @@ def trace_function(
     except Exception as error:
         raise TraceError(
             f"jax.jit cannot trace {getattr(function, '__name__', 'the function')}",
+            where=user_line(error),
             why=str(error).splitlines()[0] if str(error) else type(error).__name__,
             remedy="make jax.jit(step)(...) work on one device first",
         ) from error

@@ -32,7 +32,7 @@ def split_batch(
             where=entry.name,
             got=f"shape {shape}",
             why="data parallelism splits its batch dim evenly",
-            remedy=f"a batch of {near}, or fewer devices",
+            remedy=f"a batch of {near}, or fewer devices; batch_argnums= if this is no batch",
         )
     return (wanted,)
 
