@@ -225,7 +225,7 @@ class Cluster:
         head, _, tail = text.partition(":")
         if not head or re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", tail) is None:
             known = head in (*CLUSTER_KINDS, *preset_names())
-            why = "after the colon stand sizes such as 2x4" if known or not head else ""
+            why = "after the colon stand sizes from 1, such as 2x4" if known or not head else ""
             if not why:
                 load_preset(head)
             raise ClusterError("not a cluster", got=repr(text), why=why, remedy=_FORMS)

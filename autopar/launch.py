@@ -9,6 +9,11 @@ import os
 
 import jax
 
+from autopar.errors import ClusterError
+
+MOST_DEVICES = 1024
+"""Virtual devices are threads and buffers of this process: more than this takes minutes to start."""
+
 THREADS_PER_DEVICE = 4
 """Threads of the CPU client for each virtual device; with fewer than two a collective can wait for
 partners that hold no thread, and XLA ends the process."""
@@ -19,7 +24,16 @@ def request_cpu_devices(count: int) -> None:
 
     Accelerators are left alone. Where the backend is up already, nothing changes: whether there
     are enough devices is found out by who uses them.
+
+    Raises:
+        ClusterError: more than MOST_DEVICES.
     """
+    if count > MOST_DEVICES:
+        raise ClusterError(
+            f"{count} virtual CPU devices are too many for one process",
+            why=f"each takes threads and memory; {MOST_DEVICES} is the limit here",
+            remedy=f"abstract:{count} plans for as many without starting them",
+        )
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # the backend is up

@@ -179,6 +179,8 @@ def test_devices_are_made_for_a_local_cluster(target: str, tmp_path: Path) -> No
         (("plan", "no_such_module_anywhere:make"), ("cannot be loaded", "ModuleNotFoundError")),
         (("plan", ":"), ("not a target",)),
         (("plan", "{file}", "--cluster", "nonsense"), ("'nonsense'", "h100-80g")),
+        (("plan", "{file}", "--cluster", "local:99999"), ("too many", "abstract:99999")),
+        (("plan", "{file}", "--cluster", "abstract:0"), ("sizes from 1",)),
         (("plan", "{file}", "--method", "magic"), ("unknown method", "zero3")),
         (("plan", "{file}", "--method", "zero2", "--mesh", "8"), ("takes no --mesh",)),
         (("plan", "{file}", "--mesh", "two"), ("not a mesh",)),
