@@ -12,7 +12,7 @@ import jax
 from autopar.errors import ClusterError
 
 MOST_DEVICES = 1024
-"""Virtual devices are threads and buffers of this process: more than this takes minutes to start."""
+"""Virtual devices are threads and buffers of one process: more would take minutes to start."""
 
 THREADS_PER_DEVICE = 4
 """Threads of the CPU client for each virtual device; with fewer than two a collective can wait for
