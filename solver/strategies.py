@@ -16,6 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
 from autopar.rules.rule import Rule
 from autopar.rules.strategy import Strategy, resolve
+from autopar.solver.cost.resharding import all_shardings
 
 
 def use_counts(graph: OpGraph) -> tuple[int, ...]:
@@ -131,16 +132,4 @@ def split_contractions(
 
 def input_shardings(shape: tuple[int, ...], mesh: Mesh) -> tuple[Sharding, ...]:
     """Every way a value may enter or leave: whole blocks, nothing pending, replicated first."""
-    options = [[-1] if size == 1 else [-1, *range(len(shape))] for size in mesh.sizes]
-    found = []
-    for choice in itertools.product(*options):
-        dims = tuple(
-            tuple(axis for axis, dim in zip(mesh.names, choice, strict=True) if dim == wanted)
-            for wanted in range(len(shape))
-        )
-        sharding = Sharding(dims)
-        if 0 in shape and sharding.split_axes:
-            continue
-        if all(size % sharding.shards(dim, mesh) == 0 for dim, size in enumerate(shape)):
-            found.append(sharding)
-    return tuple(found)
+    return tuple(all_shardings(shape, mesh, summable=False))

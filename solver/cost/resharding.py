@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import COLLECTIVES, LOCAL_STEPS, Step, full_elements, next_steps
-from autopar.ir.sharding import Sharding
+from autopar.ir.sharding import Sharding, replicated
 from autopar.solver.cost.collectives import CollectiveModel
 
 
@@ -79,7 +79,12 @@ class ReshardTable:
 
 
 def all_shardings(shape: tuple[int, ...], mesh: Mesh, *, summable: bool) -> list[Sharding]:
-    """Every sharding with axes in mesh order, with pending sums if the value allows them."""
+    """Every sharding with axes in mesh order, with pending sums if the value allows them.
+
+    An empty array is not split: XLA refuses collectives of nothing.
+    """
+    if 0 in shape:
+        return [replicated(len(shape))]
     options = [
         [-1] if size == 1 else [-1, *range(len(shape)), *([len(shape)] if summable else [])]
         for size in mesh.sizes
