@@ -65,3 +65,15 @@ class AuditError(AutoparError):
 
 class MicrobatchError(AutoparError):
     """The function cannot be split over micro-batches exactly."""
+
+
+class ScheduleError(AutoparError):
+    """A schedule is malformed, breaks a dependency, or would deadlock."""
+
+
+class TransportError(AutoparError):
+    """A transfer between workers failed, or did not end in time."""
+
+
+class WorkerError(AutoparError):
+    """A worker raised, died, or hangs: names worker, stage, step and instruction."""

@@ -1,0 +1,1 @@
+"""Ways to move arrays between workers, behind one contract."""

@@ -1,0 +1,1 @@
+"""Stages over submeshes: profiles and the search."""

@@ -1,0 +1,1 @@
+"""Pipeline schedules, one a file, and what is worked out about them."""
