@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from autopar.errors import MicrobatchError
-from autopar.lower.microbatch import run_microbatched
+from autopar.trace.microbatch import run_microbatched
 from autopar.rules.registry import rules_of
 from autopar.trace.backward import REGIONS, RUNS, MicroSplit, split_step
 from autopar.trace.batch import batch_values

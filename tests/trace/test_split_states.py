@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import MicrobatchError
-from autopar.lower.microbatch import micro_join, micro_slice
+from autopar.trace.microbatch import micro_join, micro_slice
 from autopar.rules.registry import rules_of
 from autopar.trace.batch import (
     ONCE,

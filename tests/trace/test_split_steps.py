@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from autopar.lower.microbatch import run_microbatched
+from autopar.trace.microbatch import run_microbatched
 from autopar.rules.registry import rules_of
 from autopar.trace.backward import (
     BACKWARD,

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.ir.graph import Literal, Op, Operand
 from autopar.ir.mesh import Mesh
@@ -50,7 +51,7 @@ def micro_slice(array: Any, position: Position, count: int, index: Any) -> Any:
     outer = position.outer(shape, count)
     before, after = shape[: position.dim], shape[position.dim + 1 :]
     cut = jnp.reshape(array, (*before, outer, count, position.inner, *after))
-    part = jnp.take(cut, index, axis=len(before) + 1)
+    part = jax.lax.dynamic_index_in_dim(cut, index, len(before) + 1, keepdims=False)
     return jnp.reshape(part, (*before, outer * position.inner, *after))
 
 
@@ -76,14 +77,14 @@ def run_microbatched(split: MicroSplit, args: Sequence[Any]) -> list[Any]:
     """
     whole: Env = dict(zip((e.value for e in split.graph.inputs), args, strict=True))
     for op in _ops(split, BEFORE):
-        _store(op, whole, _run_whole(split, op, whole, 0))
+        _store(op, whole, run_whole(split, op, whole, 0))
     if any(placed.runs == LOOP for placed in split.placed):
         whole.update(_run_loop(split, whole))
     finished = dict.fromkeys((e.value for e in split.graph.inputs), True)
     for op in _ops(split, AFTER):
-        operands = [_finished(split, whole, finished, operand) for operand in op.inputs]
-        _store(op, whole, _bind(op, operands))
-    return [_finished(split, whole, finished, operand) for operand in split.graph.outputs]
+        operands = [finish(split, whole, finished, operand) for operand in op.inputs]
+        _store(op, whole, bind_op(op, operands))
+    return [finish(split, whole, finished, operand) for operand in split.graph.outputs]
 
 
 def _ops(split: MicroSplit, runs: str) -> list[Op]:
@@ -95,23 +96,26 @@ def _store(op: Op, env: Env, results: Sequence[Any]) -> None:
     env.update(zip(op.outputs, results, strict=True))
 
 
-def _bind(op: Op, operands: Sequence[Any]) -> Sequence[Any]:
+def bind_op(op: Op, operands: Sequence[Any]) -> Sequence[Any]:
+    """The op on whole arrays; always a sequence of results."""
     results = op.primitive.bind(*operands, **op.primitive.get_bind_params(dict(op.params)))
     return results if op.primitive.multiple_results else (results,)
 
 
 def _literal(literal: Literal) -> Any:
-    return jnp.asarray(literal.value, literal.dtype)
+    # Of numpy: it stays a literal where the ops are traced again.
+    return np.asarray(literal.value, literal.dtype)
 
 
-def _run_whole(split: Divided, op: Op, env: Env, index: int) -> Sequence[Any]:
-    """An op before the loop: operands as they are, or 1 for a scalar that is still to come."""
+def run_whole(split: Divided, op: Op, env: Env, index: Any) -> Sequence[Any]:
+    """Run an op before the loop: operands as they are, or 1 for a scalar that is still to come."""
     uses = split.placed[op.index].uses or (Use(),) * len(op.inputs)
     pairs = zip(op.inputs, uses, strict=True)
-    return _bind(op, [_operand(split, env, operand, use, index) for operand, use in pairs])
+    return bind_op(op, [take_operand(split, env, operand, use, index) for operand, use in pairs])
 
 
-def _operand(split: Divided, env: Env, operand: Operand, use: Use, index: int) -> Any:
+def take_operand(split: Divided, env: Env, operand: Operand, use: Use, index: Any) -> Any:
+    """An operand as an op of the loop takes it."""
     if isinstance(operand, Literal):
         return _literal(operand)
     if use.kind == "one":
@@ -121,7 +125,7 @@ def _operand(split: Divided, env: Env, operand: Operand, use: Use, index: int) -
         assert use.position is not None
         return micro_slice(array, use.position, split.count, index)
     if use.kind == "mask":
-        return array if index == 0 else jnp.zeros_like(array)
+        return jnp.where(index == 0, array, jnp.zeros_like(array))
     return array
 
 
@@ -136,7 +140,7 @@ def _run_loop(split: MicroSplit, whole: Env) -> Env:
             if state.kind == SPLIT and state.position is not None:
                 env[value] = micro_slice(whole[value], state.position, split.count, index)
         for op in ops:
-            _store(op, env, _run_local(split, op, env, index))
+            _store(op, env, run_local(split, op, env, index))
         for value, parts in kept.items():
             _keep(split.states[value], parts, env[value])
     return {value: _joined(split, value, parts) for value, parts in kept.items()}
@@ -157,21 +161,21 @@ def _joined(split: MicroSplit, value: int, parts: Sequence[Any]) -> Any:
     return parts[0].astype(split.graph.values[value].dtype) if state.kind == SUM else parts[0]
 
 
-def _finished(split: MicroSplit, whole: Env, finished: dict[int, bool], operand: Operand) -> Any:
+def finish(split: MicroSplit, whole: Env, finished: dict[int, bool], operand: Operand) -> Any:
     """A value after the loop: with the scalars that were left out multiplied in."""
     if isinstance(operand, Literal):
         return _literal(operand)
     array = whole[operand]
     if operand not in finished:
         for scalar in split.states[operand].scale:
-            factor = _finished(split, whole, finished, scalar)
+            factor = finish(split, whole, finished, scalar)
             array = array * jnp.asarray(factor, array.dtype)
         whole[operand] = array
         finished[operand] = True
     return array
 
 
-def _run_scan(op: Op, body: Body, operands: Sequence[Any], index: int) -> Sequence[Any]:
+def _run_scan(op: Op, body: Body, operands: Sequence[Any], index: Any) -> Sequence[Any]:
     """A scan in one micro-batch: its body is a graph whose ops run by their rules."""
     consts, carry = body.num_consts, body.num_consts + body.num_carry
     entries = [entry.value for entry in body.graph.inputs]
@@ -180,10 +184,10 @@ def _run_scan(op: Op, body: Body, operands: Sequence[Any], index: int) -> Sequen
         given = (*operands[:consts], *state, *slices, *body.hidden)
         env: Env = dict(zip(entries, given, strict=True))
         for inner, step in zip(body.graph.ops, body.placed, strict=True):
-            run = _run_whole if step.runs == BEFORE else _run_local
+            run = run_whole if step.runs == BEFORE else run_local
             _store(inner, env, run(body, inner, env, index))
         pairs = zip(body.graph.outputs, body.ends, strict=True)
-        results = [_operand(body, env, operand, use, index) for operand, use in pairs]
+        results = [take_operand(body, env, operand, use, index) for operand, use in pairs]
         return results[: body.num_carry], results[body.num_carry :]
 
     last, stacked = jax.lax.scan(
@@ -197,11 +201,11 @@ def _run_scan(op: Op, body: Body, operands: Sequence[Any], index: int) -> Sequen
     return [*last, *stacked]
 
 
-def _run_local(split: Divided, op: Op, env: Env, index: int) -> Sequence[Any]:
+def run_local(split: Divided, op: Op, env: Env, index: Any) -> Sequence[Any]:
     """One op in one micro-batch, by its rule."""
     graph, placed, rule = split.graph, split.placed[op.index], split.rules[op.index]
     operands = [
-        _operand(split, env, operand, use, index)
+        take_operand(split, env, operand, use, index)
         for operand, use in zip(op.inputs, placed.uses, strict=True)
     ]
     if placed.body is not None:
