@@ -228,6 +228,10 @@ class _Work:
                 ]
                 sized = any(self.graph.values[v].size > 1 for v in op.outputs)
                 self.of[op.index] = later[0] if later and sized else COORDINATOR
+        for entry in self.graph.inputs:
+            result = self.graph.outputs[entry.tied_output] if entry.tied_output >= 0 else None
+            if isinstance(result, int) and self.stage_of(result) != ANYWHERE:
+                self.homes.setdefault(entry.value, self.stage_of(result))
         for op in after:
             for value in operands_of(op):
                 if value not in self.maker:
