@@ -190,7 +190,7 @@ def table_key(value: Value) -> object:
     return (value.shape, getattr(value.dtype, "itemsize", 4), value.summable)
 
 
-def assemble(
+def assemble(  # noqa: PLR0913 - each is one part of the problem
     graph: OpGraph,
     rules: Sequence[Rule],
     cluster: Cluster,
@@ -198,6 +198,7 @@ def assemble(
     *,
     restriction: Restriction = FREE,
     follow: GroupPolicy = follow_oldest,
+    times: Sequence[int] | None = None,
 ) -> IntraModel:
     """Build the problem of one logical mesh.
 
@@ -208,6 +209,7 @@ def assemble(
         mesh: logical mesh of as many devices.
         restriction: what may not be chosen.
         follow: which ops need no decision of their own.
+        times: how often each op runs in a step, with the reshards of its operands; once if None.
     """
     ops = enumerate_strategies(graph, rules, mesh)
     if math.isinf(cluster.device.peak("float32")):
@@ -220,7 +222,9 @@ def assemble(
     settled = pending_sums(graph, rules).settled
     layouts = tuple(input_shardings(graph.values[value].shape, mesh) for value in settled)
     nodes = Nodes(graph, tuple(rules), tuple(inputs), ops, settled, layouts)
-    maker = _Maker(graph, tuple(rules), CollectiveModel(cluster, mesh), nodes, restriction.steps)
+    often = tuple(times) if times is not None else (1,) * len(graph.ops)
+    prices = CollectiveModel(cluster, mesh)
+    maker = _Maker(graph, tuple(rules), prices, nodes, restriction.steps, often)
     return maker.model(follow(nodes))
 
 
@@ -247,10 +251,21 @@ class _Maker:
     collectives: CollectiveModel
     nodes: Nodes
     steps: tuple[str, ...]
+    times: tuple[int, ...]
     tables: dict[object, ReshardTable] = field(default_factory=dict)
     edge_costs: dict[object, NDArray[np.float64]] = field(default_factory=dict)
     node_costs: dict[object, NDArray[np.float64]] = field(default_factory=dict)
     makers: dict[int, tuple[int, object, list[Sharding]]] = field(default_factory=dict)
+    made_in: dict[int, int] = field(default_factory=dict)
+    read_in: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for op in self.graph.ops:
+            often = self.times[op.index]
+            self.made_in.update(dict.fromkeys(op.outputs, often))
+            for operand in op.inputs:
+                if not isinstance(operand, Literal):
+                    self.read_in.setdefault(operand, often)
 
     def model(self, groups: tuple[Group, ...]) -> IntraModel:
         self._make_tables()
@@ -306,13 +321,14 @@ class _Maker:
         made = []
         compute = OpCosts(self.graph, self.rules, self.collectives)
         for op in self.graph.ops:
-            key = (id(self.nodes.ops[op.index]), compute.key(op.index))
+            often = self.times[op.index]
+            key = (id(self.nodes.ops[op.index]), compute.key(op.index), often)
             if key not in self.node_costs:
                 seconds = [
                     compute.seconds(op.index, strategy) + compute.finishes(op.index, strategy)
                     for strategy in self.nodes.ops[op.index]
                 ]
-                self.node_costs[key] = np.array(seconds, dtype=np.float64)
+                self.node_costs[key] = np.array(seconds, dtype=np.float64) * often
             made.append(self.node_costs[key])
         return made
 
@@ -333,7 +349,7 @@ class _Maker:
             layouts = nodes.layouts[number]
             asked = ("layout", layouts)
             node = nodes.layout_node(number)
-            costs = self._between(value, asked, list(layouts))
+            costs = self._between(value, asked, list(layouts), self._settled_times(value))
             edges.append(Edge(self.makers[value][0], node, costs))
             self.makers[value] = (node, asked, list(layouts))
         return edges
@@ -346,18 +362,27 @@ class _Maker:
                 if isinstance(operand, Literal):
                     continue
                 wanted = [strategy.ins[position] for strategy in options]
-                costs = self._between(operand, (id(options), "in", position), wanted)
+                asked = (id(options), "in", position)
+                costs = self._between(operand, asked, wanted, self.times[op.index])
                 made.append(Edge(self.makers[operand][0], self.nodes.op_node(op.index), costs))
         return made
 
+    def _made_times(self, value: int) -> int:
+        """How often a value is made in a step."""
+        return self.made_in.get(value, 1)
+
+    def _settled_times(self, value: int) -> int:
+        """How often a pending sum is finished: as often as it is first read, if that is less."""
+        return min(self._made_times(value), self.read_in.get(value, 1))
+
     def _between(
-        self, value: int, wanted_key: object, wanted: list[Sharding]
+        self, value: int, wanted_key: object, wanted: list[Sharding], times: int = 1
     ) -> NDArray[np.float64]:
         _, offered_key, offered = self.makers[value]
         table = table_key(self.graph.values[value])
-        key = (table, offered_key, wanted_key)
+        key = (table, offered_key, wanted_key, times)
         if key not in self.edge_costs:
-            costs = self.tables[table].between(offered, wanted)
+            costs = self.tables[table].between(offered, wanted) * times
             costs.setflags(write=False)
             self.edge_costs[key] = costs
         return self.edge_costs[key]
@@ -376,5 +401,7 @@ class _Maker:
                 continue
             table = self.tables[table_key(self.graph.values[operand])]
             whole = [sharding for sharding in table.states if not sharding.partial]
-            costs[node] = costs[node] + self._between(operand, ("whole",), whole).min(axis=1)
+            often = self._made_times(operand)
+            leave = self._between(operand, ("whole",), whole, often)
+            costs[node] = costs[node] + leave.min(axis=1)
         return made

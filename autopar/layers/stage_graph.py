@@ -43,12 +43,14 @@ class Port:
         source: the leaf, the constant, or (recv, total) the micro graph's value.
         stage: for `recv` and `total`, who has it.
         position: for `micro`, how the slice is cut.
+        leaf: for `recv` of a leaf, which.
     """
 
     kind: str
     source: int
     stage: int = ANYWHERE
     position: Position | None = None
+    leaf: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +303,11 @@ class _Stage:
         shared, (value, total) = self.shared, need
         owner = shared.owner(value)
         port = Port("total" if total else "recv", value, owner)
-        if value in shared.port_of and owner in (ANYWHERE, self.number):
+        if value in shared.port_of:
             role = shared.micro.roles[shared.port_of[value]]
-            port = Port(role.kind, role.leaf, ANYWHERE, role.position)
+            port = replace(port, leaf=role.leaf)
+            if owner in (ANYWHERE, self.number):
+                port = Port(role.kind, role.leaf, ANYWHERE, role.position)
         self.inputs[need] = self._value(value)
         self.ports.append(port)
         return self.inputs[need]

@@ -4,19 +4,19 @@ A *worker* is one JAX client that owns the mesh of one stage. Its list is made b
 verified before anything runs (`lower/verify_instructions.py`), loaded once, and interpreted by one
 call per step. Every wait of a worker is a RECV; everything else goes on by itself.
 
-| text                             | meaning                                                        |
-|----------------------------------|----------------------------------------------------------------|
-| `FEED v3.1 argument 2 micro 1`   | the buffer becomes that slice of an argument (`micro -1`: all)  |
-| `ZERO a7`                        | the buffer becomes zeros                                        |
-| `RUN F v1 v3.1 -> v9.1 v10.1`    | run a task; what it donates is gone                             |
-| `SEND v9.1 to 1 by 0 tag 17`     | send all tiles of transfer 0; ends when the bytes may change    |
-| `RECV v9.1 from 0 by 0 tag 17`   | receive all tiles, and put them together                        |
-| `FREE v9.1`                      | forget the buffer                                               |
-| `FETCH v20 result 4`             | the buffer becomes a result of the step, and leaves the list    |
-| `MARK 1F3`                       | from here on the worker works on that action of the schedule    |
+| text                           | meaning                                                       |
+|--------------------------------|---------------------------------------------------------------|
+| `FEED v3.1 argument 2 micro 1` | the buffer becomes that slice of an argument (`micro -1`: all) |
+| `ZERO a7`                      | the buffer becomes zeros                                      |
+| `RUN F v1 v3.1 -> v9.1 v10.1`  | run a task; what it donates is gone                           |
+| `SEND v9.1 to 1 by 0 tag 17`   | send all tiles of transfer 0; ends when the bytes may change  |
+| `RECV v9.1 from 0 by 0 tag 17` | receive all tiles, and put them together                      |
+| `FREE v9.1`                    | forget the buffer                                             |
+| `FETCH v20 result 4`           | the buffer becomes a result of the step, and leaves the list  |
+| `MARK 1F3`                     | from here on the worker works on that action of the schedule  |
 
-Buffers have *boundary* shapes: ordinary global arrays with ordinary shardings, nothing pending. (A
-value that is held as pending sums has the axes of its sum as leading dims; see `lower/boundary.py`.)
+Buffers have *boundary* shapes: ordinary global arrays with ordinary shardings, nothing pending. A
+value that is held as pending sums has the axes of its sum as leading dims: `lower/boundary.py`.
 """
 
 from __future__ import annotations

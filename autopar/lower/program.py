@@ -167,6 +167,12 @@ class _Writer:
         self.base[value] = sharding
         self.held[value] = {sharding: None}
 
+    def settle(self, value: int, sharding: Sharding, op: int) -> None:
+        """From here on the value is what was settled, as it was priced."""
+        if sharding != self.base[value]:
+            self.need(value, sharding, op)
+            self.make(value, sharding)
+
     def finish(self, op: int, value: int, finish: Finish, strategy: Strategy) -> None:
         shape = self.graph.values[value].shape
         elements = strategy.outs[finish.output].local_size(shape, self.mesh)
@@ -195,6 +201,7 @@ def write_program(
     for entry, sharding in zip(graph.inputs, decisions.inputs, strict=True):
         check_sharding(sharding, graph.values[entry.value].shape, mesh)
         writer.make(entry.value, sharding)
+        writer.settle(entry.value, layouts.get(entry.value, sharding), 0)
     for op, strategy in zip(graph.ops, decisions.ops, strict=True):
         for operand, wanted in zip(op.inputs, strategy.ins, strict=True):
             if not isinstance(operand, Literal):
@@ -204,10 +211,7 @@ def write_program(
             writer.finish(op.index, op.outputs[finish.output], finish, strategy)
         for value, sharding in zip(op.outputs, strategy.outs, strict=True):
             writer.make(value, sharding)
-            if value in layouts and layouts[value] != sharding:
-                writer.need(value, layouts[value], op.index)
-                # From here on the value is what was settled, as it was priced.
-                writer.make(value, layouts[value])
+            writer.settle(value, layouts.get(value, sharding), op.index)
     for operand, sharding in zip(graph.outputs, decisions.outputs, strict=True):
         if not isinstance(operand, Literal):
             writer.need(operand, sharding, len(graph.ops))

@@ -1,0 +1,87 @@
+"""How values look between programs: ordinary arrays with ordinary shardings.
+
+Two things a program holds have no form outside it. A value that is held as *pending sums* over mesh
+axes gets these axes as leading dims of size one a device: `f32[4, 8]` in `[-,-]+x` on a mesh `x=2`
+is an array `f32[2, 4, 8]` in `[x,-,-]`, whose sum over dim 0 is the value. And keys travel as the
+integers they are made of, with one more dim at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """The form of a value between programs.
+
+    Attributes:
+        shape, dtype: of the array.
+        sharding: nothing pending.
+        inside: dtype the program has it in.
+        sums: how many leading dims are pending sums.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding
+    inside: Any
+    sums: int
+
+    def enter(self, block: Any) -> Any:
+        """A local block as the program takes it."""
+        block = block.reshape(block.shape[self.sums :])
+        if jnp.issubdtype(self.inside, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(block, impl=_impl(self.inside))
+        return block.astype(self.inside) if self.dtype != self.inside else block
+
+    def leave(self, block: Any) -> Any:
+        """A local block as it goes out."""
+        if jnp.issubdtype(self.inside, jax.dtypes.prng_key):
+            block = jax.random.key_data(block)
+        block = block.astype(self.dtype)
+        return block.reshape((*(1,) * self.sums, *block.shape))
+
+
+def _impl(dtype: Any) -> str:
+    """The generator of a key type: `key<fry>` is `threefry2x32`."""
+    found: list[Any] = []
+    key = jax.ShapeDtypeStruct((), dtype)
+    jax.eval_shape(lambda x: found.append(jax.random.key_impl(x)) or 0, key)  # type: ignore[func-returns-value]
+    return str(found[0])
+
+
+def outside(
+    shape: tuple[int, ...], dtype: Any, sharding: Sharding, mesh: Mesh, *, wide: bool = False
+) -> Outside:
+    """The form of a value that a program holds in `sharding`.
+
+    Args:
+        shape, dtype: of the value.
+        sharding: as the program holds it.
+        mesh: the program's.
+        wide: 16-bit floats as 32-bit ones: what is added up over many micro-batches.
+    """
+    kind = dtype
+    dims: tuple[tuple[str, ...], ...] = sharding.dims
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        shape, kind = (*shape, *data.shape), data.dtype
+        dims = (*dims, *((),) * len(data.shape))
+    elif wide and dtype in (jnp.bfloat16, jnp.float16):
+        kind = jnp.dtype(jnp.float32)
+    sums = tuple(mesh.axis_size(axis) for axis in sharding.partial)
+    return Outside(
+        (*sums, *shape),
+        jnp.dtype(kind),
+        Sharding((*((axis,) for axis in sharding.partial), *dims)),
+        dtype,
+        len(sums),
+    )
