@@ -19,13 +19,19 @@ def _check_limits(memory_bytes: float | None, time_limit: float) -> None:
         raise ArgumentError("time_limit must be positive seconds", got=str(time_limit))
 
 
+def _check_count(name: str, count: object) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ArgumentError(f"{name} must be a whole number from 1", got=repr(count))
+
+
 @dataclass(frozen=True, slots=True)
 class ShardParallel:
     """The optimum over all shardings of every op on one logical mesh.
 
     Args:
         logical_mesh: sizes of its axes; None tries every factorisation of the devices.
-        num_micro_batches: only 1 for now.
+        num_micro_batches: gradients are accumulated over so many slices of the batch; the result is
+            exactly that of the whole batch, and gradients are reduced once a step.
         solver: "auto", "elimination", "ilp-highs" or "ilp-cbc".
         memory_bytes: refuse plans that need more than this on a device.
         time_limit: seconds of search.
@@ -48,12 +54,7 @@ class ShardParallel:
                 got=repr(sizes),
                 remedy="a tuple such as (2, 4)",
             )
-        if self.num_micro_batches != 1:
-            raise ArgumentError(
-                "micro-batches are not available yet",
-                got=f"num_micro_batches={self.num_micro_batches}",
-                remedy="use num_micro_batches=1",
-            )
+        _check_count("num_micro_batches", self.num_micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Auto:
     """The default: the best over all logical meshes. Pipelines are not searched yet.
 
     Args:
-        num_micro_batches: only None or 1 for now.
+        num_micro_batches: as for ShardParallel; None is 1.
         memory_bytes: refuse plans that need more than this on a device.
         time_limit: seconds of search.
     """
@@ -124,6 +125,127 @@ class ManualParallel:
         _check_limits(None, self.time_limit)
 
 
-METHODS = (Auto, ShardParallel, DataParallel, Zero2Parallel, Zero3Parallel, ManualParallel)
+@dataclass(frozen=True, slots=True)
+class AutoLayers:
+    """Layers found by where little is alive between them.
 
-Method = Auto | ShardParallel | DataParallel | Zero2Parallel | Zero3Parallel | ManualParallel
+    Args:
+        count: how many; None: as many as there are stages, or 8 for a search over stages.
+    """
+
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.count is not None:
+            _check_count("AutoLayers(count)", self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class UniformStages:
+    """`count` stages of about equal work, on equal parts of the cluster."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        _check_count("UniformStages(count)", self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class ManualStages:
+    """Stages that begin where a parameter is first used.
+
+    Args:
+        starts: for each stage but the first, the path of a parameter (`params/blocks/2`, or a
+            prefix of it): the stage begins at the first forward operation that uses one.
+        devices: devices of each stage; equal parts of the cluster if None.
+    """
+
+    starts: tuple[str, ...]
+    devices: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices is not None and len(self.devices) != len(self.starts) + 1:
+            raise ArgumentError(
+                "ManualStages needs one number of devices for each stage",
+                got=f"{len(self.starts) + 1} stages, devices={self.devices}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AutoStages:
+    """The number, the bounds and the submeshes of stages that make the simulated step shortest.
+
+    Args:
+        memory_bytes: of a device; None: as the cluster says.
+    """
+
+    memory_bytes: float | None = None
+
+
+SCHEDULE_NAMES = ("1f1b", "gpipe", "inference")
+
+
+@dataclass(frozen=True, slots=True)
+class PipeshardParallel:
+    """Stages on parts of the cluster, micro-batches that flow through them, ops sharded inside.
+
+    Args:
+        num_micro_batches: slices of the batch.
+        layers: how the forward is cut into layers, which stages are made of.
+        stages: how layers become stages.
+        schedule: "1f1b", "gpipe" or "inference".
+        shard: how each stage is sharded over its devices.
+    """
+
+    num_micro_batches: int
+    layers: AutoLayers = field(default_factory=AutoLayers)
+    stages: UniformStages | ManualStages | AutoStages = field(default_factory=AutoStages)
+    schedule: str = "1f1b"
+    shard: ShardParallel = field(default_factory=ShardParallel)
+
+    def __post_init__(self) -> None:
+        _check_count("num_micro_batches", self.num_micro_batches)
+        kinds = (
+            ("layers", self.layers, AutoLayers),
+            ("stages", self.stages, (UniformStages, ManualStages, AutoStages)),
+            ("shard", self.shard, ShardParallel),
+        )
+        for name, value, kind in kinds:
+            if not isinstance(value, kind):
+                raise ArgumentError(f"{name}= cannot be used", got=repr(value)[:80])
+        if self.schedule not in SCHEDULE_NAMES:
+            raise ArgumentError(
+                "unknown schedule", got=repr(self.schedule), remedy=f"one of {SCHEDULE_NAMES}"
+            )
+        if self.shard.num_micro_batches != 1:
+            raise ArgumentError(
+                "micro-batches are counted by the pipeline, not by its shard method",
+                got=f"shard.num_micro_batches={self.shard.num_micro_batches}",
+                remedy="PipeshardParallel(num_micro_batches=...)",
+            )
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds of search for each stage."""
+        return self.shard.time_limit
+
+
+METHODS = (
+    Auto,
+    ShardParallel,
+    DataParallel,
+    Zero2Parallel,
+    Zero3Parallel,
+    ManualParallel,
+    PipeshardParallel,
+)
+
+Method = (
+    Auto
+    | ShardParallel
+    | DataParallel
+    | Zero2Parallel
+    | Zero3Parallel
+    | ManualParallel
+    | PipeshardParallel
+)

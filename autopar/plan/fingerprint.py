@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Protocol
 
 import jax
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Literal, Op, OpGraph
 from autopar.ir.text import params_text, short_type
-from autopar.plan.plan import FrozenPlan
+from autopar.plan.plan import Boundary
+
+
+class Identified(Protocol):
+    """A plan that knows for which function it was made; see plan.plan.FrozenPlan."""
+
+    @property
+    def function(self) -> str:
+        """Its name."""
+
+    @property
+    def jax_version(self) -> str:
+        """That traced it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its equations."""
+
+    @property
+    def signatures(self) -> tuple[str, ...]:
+        """Per op, what it is."""
+
+    @property
+    def inputs(self) -> tuple[Boundary, ...]:
+        """Its argument leaves and closed-over arrays."""
 
 
 def op_signature(graph: OpGraph, op: Op) -> str:
@@ -40,7 +65,7 @@ def fingerprint(graph: OpGraph) -> str:
     return digest.hexdigest()
 
 
-def check_fingerprint(plan: FrozenPlan, graph: OpGraph) -> None:
+def check_fingerprint(plan: Identified, graph: OpGraph) -> None:
     """Refuse a plan of another function, naming the first difference.
 
     Raises:
@@ -57,7 +82,7 @@ def check_fingerprint(plan: FrozenPlan, graph: OpGraph) -> None:
     )
 
 
-def _first(plan: FrozenPlan, graph: OpGraph) -> int:
+def _first(plan: Identified, graph: OpGraph) -> int:
     now = signatures(graph)
     for index, (old, new) in enumerate(zip(plan.signatures, now, strict=False)):
         if old != new:
@@ -65,12 +90,12 @@ def _first(plan: FrozenPlan, graph: OpGraph) -> int:
     return min(len(plan.signatures), len(now))
 
 
-def _place(plan: FrozenPlan, graph: OpGraph) -> str:
+def _place(plan: Identified, graph: OpGraph) -> str:
     index = _first(plan, graph)
     return graph.ops[index].source if index < len(graph.ops) else ""
 
 
-def _difference(plan: FrozenPlan, graph: OpGraph) -> str:
+def _difference(plan: Identified, graph: OpGraph) -> str:
     if plan.jax_version != jax.__version__:
         return f"planned with JAX {plan.jax_version}, running {jax.__version__}"
     then = [(b.name, b.shape, b.dtype) for b in plan.inputs]
