@@ -8,7 +8,7 @@ integers they are made of, with one more dim at the end.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
+from autopar.lower.program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +38,19 @@ class Outside:
 
     def enter(self, block: Any) -> Any:
         """A local block as the program takes it."""
-        block = block.reshape(block.shape[self.sums :])
+        block = block.reshape(block.shape[self.sums :]) if self.sums else block
+        if self.dtype == self.inside:
+            return block
         if jnp.issubdtype(self.inside, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(block, impl=_impl(self.inside))
-        return block.astype(self.inside) if self.dtype != self.inside else block
+        return block.astype(self.inside)
 
     def leave(self, block: Any) -> Any:
         """A local block as it goes out."""
-        if jnp.issubdtype(self.inside, jax.dtypes.prng_key):
-            block = jax.random.key_data(block)
-        block = block.astype(self.dtype)
-        return block.reshape((*(1,) * self.sums, *block.shape))
+        if self.dtype != self.inside:
+            keys = jnp.issubdtype(self.inside, jax.dtypes.prng_key)
+            block = jax.random.key_data(block) if keys else block.astype(self.dtype)
+        return block.reshape((*(1,) * self.sums, *block.shape)) if self.sums else block
 
 
 def _impl(dtype: Any) -> str:
@@ -61,7 +64,7 @@ def _impl(dtype: Any) -> str:
 def outside(
     shape: tuple[int, ...], dtype: Any, sharding: Sharding, mesh: Mesh, *, wide: bool = False
 ) -> Outside:
-    """The form of a value that a program holds in `sharding`.
+    """The form of a value between the tasks of a worker, which know neither sums nor keys.
 
     Args:
         shape, dtype: of the value.
@@ -69,19 +72,34 @@ def outside(
         mesh: the program's.
         wide: 16-bit floats as 32-bit ones: what is added up over many micro-batches.
     """
-    kind = dtype
-    dims: tuple[tuple[str, ...], ...] = sharding.dims
+    form = summed_form(shape, dtype, sharding, mesh)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-        shape, kind = (*shape, *data.shape), data.dtype
-        dims = (*dims, *((),) * len(data.shape))
-    elif wide and dtype in (jnp.bfloat16, jnp.float16):
-        kind = jnp.dtype(jnp.float32)
+        dims = (*form.sharding.dims, *((),) * len(data.shape))
+        shape = (*form.shape, *data.shape)
+        return replace(form, shape=shape, dtype=data.dtype, sharding=Sharding(dims))
+    if wide and dtype in (jnp.bfloat16, jnp.float16):
+        return replace(form, dtype=jnp.dtype(jnp.float32))
+    return replace(form, dtype=jnp.dtype(dtype))
+
+
+def summed_form(shape: tuple[int, ...], dtype: Any, sharding: Sharding, mesh: Mesh) -> Outside:
+    """The form of a value at the boundary of a program: the axes of its sum are leading dims."""
     sums = tuple(mesh.axis_size(axis) for axis in sharding.partial)
-    return Outside(
-        (*sums, *shape),
-        jnp.dtype(kind),
-        Sharding((*((axis,) for axis in sharding.partial), *dims)),
-        dtype,
-        len(sums),
+    dims = (*((axis,) for axis in sharding.partial), *sharding.dims)
+    return Outside((*sums, *shape), dtype, Sharding(dims), dtype, len(sums))
+
+
+def program_forms(program: Program) -> tuple[tuple[Outside, ...], tuple[Outside, ...]]:
+    """Forms of a program's inputs and of its outputs."""
+    graph, mesh = program.graph, program.mesh
+    values = [graph.values[entry.value] for entry in graph.inputs]
+    ins = (
+        summed_form(value.shape, value.dtype, sharding, mesh)
+        for value, sharding in zip(values, program.inputs, strict=True)
     )
+    outs = (
+        summed_form(graph.shape_of(o), graph.dtype_of(o), sharding, mesh)
+        for o, sharding in zip(graph.outputs, program.outputs, strict=True)
+    )
+    return tuple(ins), tuple(outs)

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from autopar.ir.graph import Literal
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
+from autopar.lower.boundary import program_forms
 from autopar.lower.collectives import run_finish, run_step
 from autopar.lower.program import Program, Reshard, RunOp, literal_steps
 from autopar.rules.rule import Local, Rule
@@ -112,11 +113,18 @@ def spmd_function(
     program: Program, rules: Sequence[Rule], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
 ) -> Callable[..., tuple[Any, ...]]:
     """The program on global arrays: flat inputs (hidden ones last) to flat outputs."""
+    local = local_function(program, rules)
+    ins, outs = program_forms(program)
+
+    def run(*blocks: Any) -> tuple[Any, ...]:
+        results = local(*(form.enter(block) for form, block in zip(ins, blocks, strict=True)))
+        return tuple(form.leave(result) for form, result in zip(outs, results, strict=True))
+
     return jax.shard_map(
-        local_function(program, rules),
+        run,
         mesh=mesh,
-        in_specs=tuple(partition_spec(s) for s in program.inputs),
-        out_specs=tuple(partition_spec(s) for s in program.outputs),
+        in_specs=tuple(partition_spec(form.sharding) for form in ins),
+        out_specs=tuple(partition_spec(form.sharding) for form in outs),
         check_vma=False,
     )
 
@@ -133,9 +141,10 @@ def jit_program(
 ) -> Any:
     """`jax.jit` of the program with its boundary shardings and the user's donation."""
     donated = tuple(i for i, entry in enumerate(program.graph.inputs) if entry.donated)
+    ins, outs = program_forms(program)
     return jax.jit(
         spmd_function(program, rules, mesh),
-        in_shardings=named_shardings(program.inputs, mesh),
-        out_shardings=named_shardings(program.outputs, mesh),
+        in_shardings=named_shardings([form.sharding for form in ins], mesh),
+        out_shardings=named_shardings([form.sharding for form in outs], mesh),
         donate_argnums=donated,
     )

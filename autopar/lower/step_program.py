@@ -165,7 +165,7 @@ class _Worker:
     uses: list[tuple[int, ArgumentUse]] = field(default_factory=list)
     fetched: list[tuple[int, str]] = field(default_factory=list)
     fed: set[str] = field(default_factory=set)
-    filled: set[str] = field(default_factory=set)
+    grown: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tasks = {task.name: task for task in self.lowering.tasks}
@@ -210,7 +210,8 @@ class _Worker:
         """The buffer of a slot, in a micro-batch or (WHOLE) outside the loop."""
         if micro != WHOLE and (slot, True) in self.names:
             return f"{self.names[slot, True]}.{micro}"
-        return self.names[slot, False]
+        name = self.names[slot, False]
+        return f"{name}.{self.grown[name]}" if slot.gather else name
 
     def define(self, slot: Slot, micro: int) -> str:
         """The same, with its spec noted."""
@@ -252,16 +253,17 @@ class _Worker:
         for slot in task.all_inputs:
             if slot in place:
                 self.bring(place[slot], micro)
-        outputs = [self.define(slot, micro) for slot in task.outputs]
         for position, kind in task.gathers:
-            name = outputs[position]
-            if kind == LAST and name in self.filled:
-                self.code.append(Free(name))
-            elif name not in self.filled and kind != LAST:
-                self.code.append(Zero(name))
-            self.filled.add(name)
+            name = self.names[task.outputs[position], False]
+            if kind != LAST and name not in self.grown:
+                self.grown[name] = 0
+                self.code.append(Zero(self.define(task.outputs[position], micro)))
         inputs = tuple(self.define(slot, micro) for slot in task.all_inputs)
-        self.code.append(Run(task.name, inputs, tuple(outputs)))
+        for position, _ in task.gathers:
+            name = self.names[task.outputs[position], False]
+            self.grown[name] = self.grown.get(name, -1) + 1
+        outputs = tuple(self.define(slot, micro) for slot in task.outputs)
+        self.code.append(Run(task.name, inputs, outputs))
 
     # --- the finished list ---------------------------------------------------------------------
 
@@ -332,22 +334,12 @@ def _with_frees(
         gone: set[str] = set()
         if isinstance(item, Run):
             gone = {item.inputs[p] for p in donated[item.task]}
-        elif isinstance(item, Fetch | Free):
+        elif isinstance(item, Fetch):
             gone = set(names)
         made += [Free(name) for name in names if name not in later and name not in gone]
         made.append(item)
         later.update(names)
-        # A buffer that is made anew here is not in use before.
-        outputs = set(item.outputs) if isinstance(item, Run) else set()
-        fresh = outputs - set(_reads(item)) if outputs else set()
-        if isinstance(item, Zero | Recv | Feed):
-            fresh = set(names)
-        later -= fresh - kept
     return made[::-1]
-
-
-def _reads(item: Instruction) -> tuple[str, ...]:
-    return item.inputs if isinstance(item, Run) else ()
 
 
 class _Writer:

@@ -248,9 +248,7 @@ def _check_feed(walk: _Walk, feed: Feed) -> None:
             f"there is no argument {feed.argument}", got=f"{len(walk.step.arguments)} arguments"
         )
     if feed.micro != WHOLE and not 0 <= feed.micro < walk.step.micro_batches:
-        walk.fail(
-            f"there is no micro-batch {feed.micro}", got=f"{walk.step.micro_batches} of them"
-        )
+        walk.fail(f"there is no micro-batch {feed.micro}", got=f"{walk.step.micro_batches} of them")
     before = walk.program.instructions[: walk.position]
     if any(
         isinstance(other, Feed) and (other.argument, other.micro) == (feed.argument, feed.micro)
@@ -451,8 +449,11 @@ def _simulate(step: StepProgram, model: ChannelModel) -> None:
                 moved = True
     stuck = [rank for rank, moves in enumerate(lists) if at[rank] < len(moves)]
     if stuck:
-        raise _deadlock(step, [moves[i][0] if i < len(moves) else -1
-                               for moves, i in zip(lists, at, strict=True)], model)
+        raise _deadlock(
+            step,
+            [moves[i][0] if i < len(moves) else -1 for moves, i in zip(lists, at, strict=True)],
+            model,
+        )
 
 
 def _channel(rank: int, move: Send | Recv) -> Channel:

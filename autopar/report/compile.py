@@ -13,8 +13,7 @@ import jax
 import jax.export
 from jax.extend.core import jaxpr_as_fun
 
-from autopar.ir.graph import OpGraph
-from autopar.ir.sharding import Sharding
+from autopar.lower.boundary import program_forms
 from autopar.lower.program import Program
 from autopar.lower.spmd import abstract_mesh, jit_program, named_shardings
 from autopar.report.compile_child import CompiledText, compile_text
@@ -66,15 +65,9 @@ def export_flat(jitted: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> bytes:
 
 def boundary_avals(program: Program) -> list[jax.ShapeDtypeStruct]:
     """Global shapes of the flat inputs with their shardings on the abstract mesh."""
-    return sharded_avals(program.graph, program.inputs, abstract_mesh(program.mesh))
-
-
-def sharded_avals(
-    graph: OpGraph, shardings: Sequence[Sharding], mesh: jax.sharding.AbstractMesh
-) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of the graph's inputs under the given shardings."""
-    values = [graph.values[entry.value] for entry in graph.inputs]
+    forms, _ = program_forms(program)
+    shardings = named_shardings([form.sharding for form in forms], abstract_mesh(program.mesh))
     return [
-        jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        for value, sharding in zip(values, named_shardings(shardings, mesh), strict=True)
+        jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding)
+        for form, sharding in zip(forms, shardings, strict=True)
     ]

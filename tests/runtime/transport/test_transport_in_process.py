@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import TransportError
+from autopar.runtime.transport.base import Transport
+from autopar.runtime.transport.in_process import InProcessHub, InProcessTransport
+from tests.runtime.transport.contract import HostFabric, HostTransportContract, connect_all
+
+
+class InProcessFabric(HostFabric):
+    def make(self, count: int) -> list[Transport]:
+        hub = InProcessHub()
+        made: list[Transport] = [hub.transport(rank) for rank in range(count)]
+        connect_all(made)
+        return made
+
+    def lent(self, transport: Transport) -> int:
+        assert isinstance(transport, InProcessTransport)
+        return transport.lent
+
+
+class TestInProcess(HostTransportContract):
+    @pytest.fixture
+    def fabric(self) -> InProcessFabric:
+        return InProcessFabric()
+
+
+def test_a_rank_is_made_once_and_may_be_made_again_after_its_end() -> None:
+    hub = InProcessHub()
+    first = hub.transport(3)
+    with pytest.raises(TransportError, match="rank 3"):
+        hub.transport(3)
+    first.close()
+    hub.transport(3).close()
+
+
+def test_a_peer_that_does_not_come_is_named() -> None:
+    end = InProcessHub().transport(0)
+    with pytest.raises(TransportError, match=r"rank 1, rank 2 did not come within 0\.05 s"):
+        end.connect({1: "", 2: ""}, timeout=0.05)
+    end.close()
