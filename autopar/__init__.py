@@ -8,27 +8,40 @@ print(step.plan(params, opt_state, batch).summary())
 """
 
 from autopar import errors
-from autopar.api import ParallelFunction, Plan, load_plan, make_plan, parallelize
+from autopar.api import ParallelFunction, load_plan, make_plan, parallelize
 from autopar.cluster import Cluster
 from autopar.ir.mesh import Mesh
 from autopar.methods import (
     Auto,
+    AutoLayers,
+    AutoStages,
     DataParallel,
     ManualParallel,
+    ManualStages,
+    PipeshardParallel,
     ShardParallel,
+    UniformStages,
     Zero2Parallel,
     Zero3Parallel,
 )
+from autopar.plans import Plan
+from autopar.staged import StagedPlan
 
 __all__ = [
     "Auto",
+    "AutoLayers",
+    "AutoStages",
     "Cluster",
     "DataParallel",
     "ManualParallel",
+    "ManualStages",
     "Mesh",
     "ParallelFunction",
+    "PipeshardParallel",
     "Plan",
     "ShardParallel",
+    "StagedPlan",
+    "UniformStages",
     "Zero2Parallel",
     "Zero3Parallel",
     "errors",

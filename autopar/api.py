@@ -6,190 +6,37 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError, ClusterError, PlanError
+from autopar.errors import ArgumentError, ClusterError, TransformError
 from autopar.guard import refuse_transforms, traced_leaves
-from autopar.ir.graph import OpGraph
-from autopar.ir.mesh import Mesh
 from autopar.lower.from_plan import program_of
-from autopar.lower.program import Program
-from autopar.lower.spmd import partition_spec, spmd_function
-from autopar.methods import METHODS, Auto, Method
-from autopar.plan.plan import CostSummary, FrozenPlan, PricedCollective, SolverReport
-from autopar.plan.serialize import read_plan, save_plan
-from autopar.rules.registry import rules_of
-from autopar.rules.rule import Rule
+from autopar.lower.spmd import spmd_function
+from autopar.methods import METHODS, Auto, Method, PipeshardParallel, ShardParallel
+from autopar.plan.pipeline import PipelinePlan
+from autopar.plan.pipeline_json import KEY, pipeline_from_json
+from autopar.plan.plan import FrozenPlan
+from autopar.plan.serialize import plan_from_json, read_object
+from autopar.plans import Plan, Traced, trace
 from autopar.runtime.local import LocalProgram, local_devices
-from autopar.trace.build import BuiltGraph, build_graph
-from autopar.trace.jaxpr import Leaf, TracedFunction, ensure_jitted, trace_function
-
-if TYPE_CHECKING:
-    from autopar.report.audit import AuditReport
-    from autopar.report.check import CheckReport
-
-COMPILE_SECONDS = 600.0
-"""How long an audit waits for the compiler."""
+from autopar.staged import StagedPlan
+from autopar.trace.jaxpr import Leaf, ensure_jitted
 
 
-def _report(room: str) -> Any:
-    """A module of report/, loaded when it is first asked: running a step needs none of them."""
-    return importlib.import_module(f"autopar.report.{room}")
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """A traced function with its graph and rules."""
-
-    function: TracedFunction
-    built: BuiltGraph
-    rules: tuple[Rule, ...]
-
-    @property
-    def graph(self) -> OpGraph:
-        """The op graph."""
-        return self.built.graph
-
-
-def _ties_of(plan: FrozenPlan, traced: TracedFunction) -> list[int] | None:
-    """The plan's ties if its arguments are those of the function; else it is refused later."""
-    leaves = plan.inputs[: len(plan.inputs) - plan.num_hidden]
-    then = [(leaf.name, leaf.shape) for leaf in leaves]
-    now = [(leaf.name, tuple(leaf.aval.shape)) for leaf in traced.inputs]
-    shapes = [tuple(leaf.aval.shape) for leaf in traced.outputs]
-    fits = all(e.tied < 0 or shapes[e.tied : e.tied + 1] == [e.shape] for e in leaves)
-    return [leaf.tied for leaf in leaves] if then == now and fits else None
-
-
-def _trace(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    state_argnums: Sequence[int] | None = None,
-    plan: FrozenPlan | None = None,
-) -> Traced:
-    """Trace and build; which results are state is the plan's word where there is a plan."""
-    traced = trace_function(function, args, kwargs)
-    ties = None if plan is None else _ties_of(plan, traced)
-    built = build_graph(traced, state_argnums=state_argnums, ties=ties)
-    return Traced(traced, built, rules_of(built.graph))
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A plan, and the function it is for if it is known.
-
-    Attributes:
-        frozen: the decisions.
-        traced: the function; None for a plan that was only loaded (see `bind`).
-    """
-
-    frozen: FrozenPlan
-    traced: Traced | None = None
-
-    @property
-    def cost(self) -> CostSummary:
-        """Predicted seconds and bytes of a step, per device."""
-        return self.frozen.cost
-
-    @property
-    def solver(self) -> SolverReport:
-        """How the plan was found, and how good it is known to be."""
-        return self.frozen.solver
-
-    @property
-    def mesh(self) -> Mesh:
-        """The logical mesh."""
-        return self.frozen.mesh
-
-    @property
-    def collectives(self) -> tuple[PricedCollective, ...]:
-        """What will run: kind, axes, bytes, times a step, seconds, source line, name."""
-        return self.frozen.collectives
-
-    def partition_specs(self) -> tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]:
-        """PartitionSpecs of the arguments and of the results, by path."""
-        sides = (self.frozen.inputs, self.frozen.outputs)
-        made = [{leaf.name: partition_spec(leaf.sharding) for leaf in side} for side in sides]
-        return made[0], made[1]
-
-    def summary(self, *, width: int = 100) -> str:
-        """The plan as text, to be read by people."""
-        text: str = _report("summary").plan_summary(self.frozen, width=width)
-        return text
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON."""
-        save_plan(self.frozen, path)
-
-    def bind(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
-        """The plan together with the function it is for.
-
-        Raises:
-            PlanError: it is the plan of another function.
-        """
-        traced = _trace(function, args, kwargs, plan=self.frozen)
-        program_of(self.frozen, traced.graph, traced.rules)
-        return Plan(self.frozen, traced)
-
-    def _bound(self) -> Traced:
-        if self.traced is None:
-            raise PlanError(
-                "this plan was loaded without its function",
-                why="a plan file holds decisions, no program",
-                remedy="plan.bind(step, *args) first; arguments may be ShapeDtypeStructs",
-            )
-        return self.traced
-
-    def program(self) -> Program:
-        """What will run, step by step."""
-        traced = self._bound()
-        return program_of(self.frozen, traced.graph, traced.rules)
-
-    def verify(self, *, timeout: float = COMPILE_SECONDS) -> tuple[AuditReport, float]:
-        """The audit and the parallel share from one compilation of the planned program."""
-        program, traced = self.program(), self._bound()
-        compiled = _report("compile").compile_program(program, traced.rules, timeout=timeout)
-        report = _report("audit").audit_compiled(program, traced.rules, compiled)
-        jaxpr = traced.function.jaxpr
-        share = _report("share").share_of(compiled.text, program, jaxpr, timeout=timeout)
-        return report, share
-
-    def audit(self, *, timeout: float = COMPILE_SECONDS) -> AuditReport:
-        """Compile for as many virtual devices in a child process; hold compiled against planned."""
-        rules = self._bound().rules
-        report: AuditReport = _report("audit").audit_program(self.program(), rules, timeout=timeout)
-        return report
-
-    def parallel_share(self, *, timeout: float = COMPILE_SECONDS) -> float:
-        """FLOPs of the one-device program over n times those of one device of this plan."""
-        traced = self._bound()
-        jaxpr = traced.function.jaxpr
-        share: float = _report("share").parallel_share(
-            self.program(), traced.rules, jaxpr, timeout=timeout
-        )
-        return share
-
-    def check(self) -> CheckReport:
-        """Recompute objective, memory and feasibility without the solver's code."""
-        traced = self._bound()
-        report: CheckReport = _report("check").check_plan(self.frozen, traced.graph, traced.rules)
-        return report
-
-
-def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan file.
+def load_plan(path: str | os.PathLike[str]) -> Plan | StagedPlan:
+    """Read a plan file, of either kind.
 
     Raises:
         PlanError: missing, damaged, or of another version.
     """
-    return Plan(read_plan(path))
+    data = read_object(path)
+    if KEY in data:
+        return StagedPlan(pipeline_from_json(data, file=str(path)))
+    return Plan(plan_from_json(data, file=str(path)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +47,7 @@ class Options:
     method: Method
     batch_argnums: tuple[int, ...]
     batch_argnames: tuple[str, ...]
-    batch_dims: int
+    batch_dims: int | Mapping[int | str, int]
     state_argnums: tuple[int, ...] | None
 
 
@@ -229,50 +76,116 @@ def batch_leaves(leaves: Sequence[Leaf], options: Options) -> dict[int, int]:
     found = {}
     for position, leaf in enumerate(leaves):
         if leaf.argument in wanted and leaf.aval.shape:
-            if options.batch_dims >= len(leaf.aval.shape):
-                raise ArgumentError(
-                    f"{leaf.name} has no dim {options.batch_dims}", got=str(leaf.aval.shape)
-                )
-            found[position] = options.batch_dims
+            dims = options.batch_dims
+            dim = dims if isinstance(dims, int) else dims.get(leaf.argument, 0)
+            if dim >= len(leaf.aval.shape):
+                raise ArgumentError(f"{leaf.name} has no dim {dim}", got=str(leaf.aval.shape))
+            found[position] = dim
     return found
 
 
-def _solve(traced: Traced, options: Options, progress: Callable[[str], None]) -> Plan:
+def _staged_method(method: Method, cluster: Cluster) -> PipeshardParallel | ShardParallel | None:
+    """The method of a step that runs in micro-batches or on workers; None for one SPMD program."""
+    if isinstance(method, Auto) and (method.num_micro_batches or 1) > 1:
+        count = method.num_micro_batches or 1
+        method = ShardParallel(None, count, "auto", method.memory_bytes, method.time_limit)
+    if isinstance(method, PipeshardParallel):
+        return method
+    if isinstance(method, ShardParallel) and method.num_micro_batches > 1:
+        return method
+    if cluster.kind == "ray":
+        if isinstance(method, Auto):
+            return ShardParallel(memory_bytes=method.memory_bytes, time_limit=method.time_limit)
+        if isinstance(method, ShardParallel):
+            return method
+        raise ClusterError(
+            f"{type(method).__name__} does not run on Ray workers yet",
+            got=str(cluster),
+            remedy="ShardParallel or PipeshardParallel, or cluster=Cluster.local()",
+        )
+    return None
+
+
+def _solve(traced: Traced, options: Options, progress: Callable[[str], None]) -> Plan | StagedPlan:
+    cluster = _as_cluster(options.cluster)
+    batch = batch_leaves(traced.function.inputs, options)
+    staged = _staged_method(options.method, cluster)
     # Loaded here, by name, so that saved plans run without the solver.
+    if staged is not None:
+        pipelines = importlib.import_module("autopar.solver.inter.pipeline")
+        frozen = pipelines.solve_pipeline(
+            traced.graph, traced.rules, cluster, staged, batch=batch, progress=progress
+        )
+        return StagedPlan(frozen, traced)
     solver = importlib.import_module("autopar.solver.solve")
-    frozen = solver.solve(
-        traced.graph,
-        traced.rules,
-        _as_cluster(options.cluster),
-        options.method,
-        batch=batch_leaves(traced.function.inputs, options),
-        progress=progress,
+    return Plan(
+        solver.solve(
+            traced.graph, traced.rules, cluster, options.method, batch=batch, progress=progress
+        ),
+        traced,
     )
-    return Plan(frozen, traced)
 
 
-class _Specialised:
-    """A parallelised function for one set of shapes and static arguments."""
+@dataclass
+class _Whole:
+    """One SPMD program for one set of shapes and static arguments."""
 
-    def __init__(self, plan: FrozenPlan, traced: Traced) -> None:
-        self.plan = Plan(plan, traced)
-        self.traced = traced
-        self.program = program_of(plan, traced.graph, traced.rules)
+    frozen: FrozenPlan
+    traced: Traced
+    plan: Plan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plan = Plan(self.frozen, self.traced)
+        self.program = program_of(self.frozen, self.traced.graph, self.traced.rules)
 
     @functools.cached_property
     def local(self) -> LocalProgram:
         """The program on this process's devices; made at the first run."""
-        cluster = self.plan.frozen.cluster
+        cluster = self.frozen.cluster
         if cluster.kind == "ray":
             raise ClusterError(
-                "plans for Ray clusters cannot be run yet",
+                "this plan is one program for all devices, and Ray workers run stages",
                 got=str(cluster),
-                why="there is no Ray runtime in this version: such clusters can be planned for",
-                remedy="cluster=Cluster.local() to run on this process's devices",
+                remedy="plan again with cluster=Cluster.ray(...)",
             )
         ids = cluster.device_ids if cluster.kind == "local" else ()
         devices = local_devices(self.program.mesh.size, ids)
         return LocalProgram(self.program, self.traced.rules, devices, self.traced.built.hidden)
+
+    def inline(self, leaves: Sequence[Any]) -> Any:
+        """The results as part of the program that is being traced."""
+        body = spmd_function(self.program, self.traced.rules, self.local.mesh)
+        guarded = refuse_transforms(body, self.traced.function.name)
+        return guarded(*leaves, *self.traced.built.hidden)
+
+
+@dataclass
+class _Staged:
+    """A pipeline for one set of shapes and static arguments."""
+
+    frozen: PipelinePlan
+    traced: Traced
+    plan: StagedPlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plan = StagedPlan(self.frozen, self.traced)
+
+    @functools.cached_property
+    def local(self) -> Any:
+        """Its workers, compiled and connected (a PipelineProgram); made at the first run."""
+        # Loaded here, by name: most programs need none of it.
+        return importlib.import_module("autopar.pipelined").PipelineProgram(
+            self.frozen, self.traced
+        )
+
+    def inline(self, leaves: Sequence[Any]) -> Any:
+        """Refused: several programs cannot become part of one."""
+        raise TransformError(
+            f"the pipeline {self.traced.function.name!r} is called inside jax.jit",
+            got=f"{len(leaves)} traced arguments",
+            why="a step in micro-batches or stages is several programs that workers run",
+            remedy="call it outside of jit, or use ShardParallel() without micro-batches",
+        )
 
 
 def _form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
@@ -288,13 +201,13 @@ class ParallelFunction:
     """
 
     def __init__(
-        self, function: Callable[..., Any], options: Options, plan: Plan | None = None
+        self, function: Callable[..., Any], options: Options, plan: Plan | StagedPlan | None = None
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = ensure_jitted(function)
         self._options = options
         self._plan = plan
-        self._entries: dict[Hashable, _Specialised] = {}
+        self._entries: dict[Hashable, _Whole | _Staged] = {}
         self._traces: dict[Hashable, Traced] = {}
         self._statics: dict[tuple[int, tuple[str, ...]], frozenset[int | str]] = {}
 
@@ -311,7 +224,7 @@ class ParallelFunction:
         results = entry.local.run(leaves)
         return jax.tree.unflatten(entry.traced.function.out_tree, results)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: Any, **kwargs: Any) -> Plan | StagedPlan:
         """The plan for these arguments (arrays or ShapeDtypeStructs); runs nothing."""
         return self._entry(args, kwargs).plan
 
@@ -367,25 +280,29 @@ class ParallelFunction:
     def _trace_anew(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
         plan = None if self._plan is None else self._plan.frozen
         state = self._options.state_argnums
-        return _trace(self._function, args, kwargs, state_argnums=state, plan=plan)
+        return trace(self._function, args, kwargs, state_argnums=state, plan=plan)
 
-    def _entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Specialised:
+    def _entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Whole | _Staged:
         traced = self._trace(args, kwargs)
         key = self._flatten(args, kwargs)[1]
         if key not in self._entries:
             plan = self._plan or _solve(traced, self._options, lambda text: None)
-            self._entries[key] = _Specialised(plan.frozen, traced)
+            made = _Whole if isinstance(plan, Plan) else _Staged
+            self._entries[key] = made(plan.frozen, traced)  # type: ignore[arg-type]
         return self._entries[key]
 
     def _inline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Become part of the program that is being traced around the call."""
         entry = self._entry(args, kwargs)
-        body = spmd_function(entry.program, entry.traced.rules, entry.local.mesh)
-        leaves = self._flatten(args, kwargs)[0]
-        results = refuse_transforms(body, entry.traced.function.name)(
-            *leaves, *entry.traced.built.hidden
-        )
+        results = entry.inline(self._flatten(args, kwargs)[0])
         return jax.tree.unflatten(entry.traced.function.out_tree, results)
+
+    def close(self) -> None:
+        """End the workers that were started for this function; it starts new ones when called."""
+        for entry in self._entries.values():
+            running = entry.__dict__.pop("local", None)
+            if isinstance(entry, _Staged) and running is not None:
+                running.close()
 
 
 def _check_kinds(cluster: object, method: object, plan: object) -> None:
@@ -397,7 +314,7 @@ def _check_kinds(cluster: object, method: object, plan: object) -> None:
     given = (
         ("cluster", cluster, (Cluster, str), "Cluster.local(), or a text such as abstract:2x4"),
         ("method", method, METHODS, "an object such as autopar.Auto()"),
-        ("plan", plan, (Plan,), "autopar.load_plan(path)"),
+        ("plan", plan, (Plan, StagedPlan), "autopar.load_plan(path)"),
     )
     for name, value, kinds, remedy in given:
         if value is not None and not isinstance(value, kinds):
@@ -427,15 +344,21 @@ def _numbers(value: int | Sequence[int], name: str) -> tuple[int, ...]:
     return numbers
 
 
+def _dims(dims: int | Mapping[int | str, int]) -> int | Mapping[int | str, int]:
+    for dim in [dims] if isinstance(dims, int) else dims.values():
+        _numbers(dim, "batch_dims")
+    return dims if isinstance(dims, int) else dict(dims)
+
+
 def parallelize(  # noqa: PLR0913 - keyword options of the public contract
     function: Callable[..., Any],
     *,
     cluster: Cluster | str | None = None,
     method: Method | None = None,
-    plan: Plan | None = None,
+    plan: Plan | StagedPlan | None = None,
     batch_argnums: Sequence[int] = (),
     batch_argnames: Sequence[str] = (),
-    batch_dims: int = 0,
+    batch_dims: int | Mapping[int | str, int] = 0,
     state_argnums: Sequence[int] | None = None,
 ) -> ParallelFunction:
     """Make a function run on a cluster, with the result it has on one device.
@@ -447,7 +370,8 @@ def parallelize(  # noqa: PLR0913 - keyword options of the public contract
         plan: a plan made before, instead of a search.
         batch_argnums, batch_argnames: arguments that hold examples, by position and keyword; only
             methods that split the batch by name need them (arguments that are not state otherwise).
-        batch_dims: the dim of those arguments that counts examples.
+        batch_dims: the dim of those arguments that counts examples; by argument (position or
+            keyword) where they differ.
         state_argnums: arguments whose leaves come back as results; found by name if None.
 
     Raises:
@@ -459,7 +383,7 @@ def parallelize(  # noqa: PLR0913 - keyword options of the public contract
         method or Auto(),
         _numbers(batch_argnums, "batch_argnums"),
         (batch_argnames,) if isinstance(batch_argnames, str) else tuple(batch_argnames),
-        _numbers(batch_dims, "batch_dims")[0],
+        _dims(batch_dims),
         None if state_argnums is None else _numbers(state_argnums, "state_argnums"),
     )
     return ParallelFunction(function, options, plan)
@@ -472,11 +396,11 @@ def make_plan(  # noqa: PLR0913 - keyword options of the public contract
     method: Method | None = None,
     batch_argnums: Sequence[int] = (),
     batch_argnames: Sequence[str] = (),
-    batch_dims: int = 0,
+    batch_dims: int | Mapping[int | str, int] = 0,
     state_argnums: Sequence[int] | None = None,
     progress: Callable[[str], None] = lambda text: None,
     **kwargs: Any,
-) -> Plan:
+) -> Plan | StagedPlan:
     """The plan of `function(*args, **kwargs)`; arguments may be ShapeDtypeStructs, nothing runs.
 
     Args:

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from autopar import demo
-from autopar.api import ParallelFunction, Plan, parallelize
+from autopar.api import ParallelFunction, parallelize
+from autopar.plans import Plan
 from autopar.cluster import Cluster
 from autopar.methods import Method
 from autopar.report.audit import AuditReport

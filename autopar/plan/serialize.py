@@ -25,14 +25,15 @@ from autopar.plan.plan import (
 )
 
 
-def _fold(texts: Sequence[str]) -> dict[str, Any]:
+def fold(texts: Sequence[str]) -> dict[str, Any]:
     """A list of few distinct texts as a table and positions."""
     table = list(dict.fromkeys(texts))
     position = {text: number for number, text in enumerate(table)}
     return {"table": table, "rows": [position[text] for text in texts]}
 
 
-def _unfold(data: Mapping[str, Any]) -> tuple[str, ...]:
+def unfold(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """Read `fold` back."""
     return tuple(data["table"][row] for row in data["rows"])
 
 
@@ -61,14 +62,14 @@ def plan_to_json(plan: FrozenPlan) -> dict[str, Any]:
         },
         "notes": plan.notes,
         "num_hidden": plan.num_hidden,
-        "inputs": [_boundary(entry) for entry in plan.inputs],
-        "outputs": [_boundary(entry) for entry in plan.outputs],
-        "signatures": _fold(plan.signatures),
-        "strategies": _fold(plan.strategies),
+        "inputs": [boundary_to_json(entry) for entry in plan.inputs],
+        "outputs": [boundary_to_json(entry) for entry in plan.outputs],
+        "signatures": fold(plan.signatures),
+        "strategies": fold(plan.strategies),
         "settled": [[value, str(sharding)] for value, sharding in plan.settled],
         "reshards": {
             "values": [choice.value for choice in plan.reshards],
-            "how": _fold([_reshard_text(choice) for choice in plan.reshards]),
+            "how": fold([_reshard_text(choice) for choice in plan.reshards]),
         },
         "collectives": [
             [c.kind, c.axes, c.elements, c.bytes, c.times, c.seconds, c.source, c.name, c.reduction]
@@ -77,7 +78,8 @@ def plan_to_json(plan: FrozenPlan) -> dict[str, Any]:
     }
 
 
-def _boundary(entry: Boundary) -> list[Any]:
+def boundary_to_json(entry: Boundary) -> list[Any]:
+    """One leaf as a row."""
     tail = [int(entry.donated), entry.tied]
     return [entry.name, entry.shape, entry.dtype, str(entry.sharding), *tail]
 
@@ -93,7 +95,8 @@ def _read_reshard(value: int, text: str) -> ReshardChoice:
     )
 
 
-def _read_boundary(row: Sequence[Any]) -> Boundary:
+def boundary_from_json(row: Sequence[Any]) -> Boundary:
+    """Read a row back."""
     name, shape, dtype, sharding, donated, tied = row
     return Boundary(name, tuple(shape), dtype, parse_sharding(sharding), bool(donated), tied)
 
@@ -129,20 +132,20 @@ def plan_from_json(data: Mapping[str, Any], *, file: str = "plan") -> FrozenPlan
 def _read_plan(data: Mapping[str, Any], file: str) -> FrozenPlan:
     names, sizes = data["mesh"]
     solver = dict(data["solver"])
-    how = _unfold(data["reshards"]["how"])
+    how = unfold(data["reshards"]["how"])
     reshards = zip(data["reshards"]["values"], how, strict=True)
     return FrozenPlan(
         function=data["function"],
         jax_version=data["jax_version"],
         fingerprint=data["fingerprint"],
-        signatures=_unfold(data["signatures"]),
+        signatures=unfold(data["signatures"]),
         cluster=Cluster.from_json(data["cluster"], file=file),
         mesh=Mesh(tuple(names), tuple(sizes)),
         method=data["method"],
-        inputs=tuple(_read_boundary(row) for row in data["inputs"]),
-        outputs=tuple(_read_boundary(row) for row in data["outputs"]),
+        inputs=tuple(boundary_from_json(row) for row in data["inputs"]),
+        outputs=tuple(boundary_from_json(row) for row in data["outputs"]),
         num_hidden=data["num_hidden"],
-        strategies=_unfold(data["strategies"]),
+        strategies=unfold(data["strategies"]),
         settled=tuple((value, parse_sharding(text)) for value, text in data["settled"]),
         reshards=tuple(_read_reshard(value, text) for value, text in reshards),
         collectives=tuple(
@@ -160,11 +163,11 @@ def save_plan(plan: FrozenPlan, path: str | os.PathLike[str]) -> None:
     write_atomically(path, text, kind=PlanError)
 
 
-def read_plan(path: str | os.PathLike[str]) -> FrozenPlan:
-    """Read a plan file.
+def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the JSON object of a plan file.
 
     Raises:
-        PlanError: the file is missing, is no JSON, or is no plan.
+        PlanError: the file is missing, or holds no JSON object.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -174,4 +177,13 @@ def read_plan(path: str | os.PathLike[str]) -> FrozenPlan:
         raise PlanError("a plan file is no JSON", where=str(path), why=str(error)) from error
     if not isinstance(data, dict):
         raise PlanError("a plan file holds no object", where=str(path))
-    return plan_from_json(data, file=str(path))
+    return data
+
+
+def read_plan(path: str | os.PathLike[str]) -> FrozenPlan:
+    """Read the file of a plan for one mesh.
+
+    Raises:
+        PlanError: the file is missing, is no JSON, or is no plan.
+    """
+    return plan_from_json(read_object(path), file=str(path))

@@ -61,7 +61,7 @@ def lend(
     Returns:
         uint8 [size].
     """
-    owner = (ctypes.c_char * size).from_buffer(memory, offset)
+    owner: Any = (ctypes.c_char * size).from_buffer(memory, offset)  # type: ignore[arg-type]
     weakref.finalize(owner, give_back, *args).atexit = False
     return np.frombuffer(owner, np.uint8)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from autopar.errors import TransportError
@@ -110,7 +111,7 @@ class Greeting:
         self.sock.setblocking(False)
         self.sock.send(CHALLENGE.pack(MAGIC, self._rank, self._nonce))
 
-    def advance(self, connected: set[int]) -> Verdict | None:
+    def advance(self, connected: Collection[int]) -> Verdict | None:
         """Read what has come; None while the hello is not complete.
 
         Args:
@@ -137,6 +138,4 @@ class Greeting:
         if status != ACCEPTED:
             why = f"it says that it is rank {rank}, but {_REFUSALS[status]}"
             return Verdict(ANSWER.pack(status, b""), None, why)
-        return Verdict(
-            ANSWER.pack(ACCEPTED, shake.proof(self._secret, side=b"acceptor")), rank
-        )
+        return Verdict(ANSWER.pack(ACCEPTED, shake.proof(self._secret, side=b"acceptor")), rank)

@@ -23,8 +23,9 @@ import numpy as np
 from autopar.errors import TransportError
 from autopar.runtime.transport.base import ArraySpec, Request, Transport
 from autopar.runtime.transport.buffers import BufferPool, aligned_bytes, raw_bytes
-from autopar.runtime.transport.handshake import Greeting, dial
+from autopar.runtime.transport.handshake import dial
 from autopar.runtime.transport.matching import HostRequest, Mailbox
+from autopar.runtime.transport.reception import House, Reception
 from autopar.runtime.transport.stream import Stream
 from autopar.runtime.transport.wire import (
     DTYPES,
@@ -39,19 +40,8 @@ from autopar.runtime.transport.wire import (
 
 Array = np.ndarray[Any, Any]
 
-GREETING_SECONDS = 10.0
-"""A dialer that has not said who it is by then is sent away."""
-
-MAX_GREETINGS = 256
-"""Dialers that have not said who they are yet; more than these are sent away."""
-
-REFUSALS_SHOWN = 8
-"""Refused dialers that an error lists."""
-
 LINGER_SECONDS = 0.25
 """How long `close` waits for peers to take what is on its way to them, and to hang up."""
-
-BACKLOG = 128
 
 
 class Link:
@@ -92,19 +82,15 @@ class SocketTransport(Transport):
         self._pool = BufferPool()
         self._changed = threading.Condition()
         self._links: dict[int, Link] = {}
-        self._greetings: list[Greeting] = []
-        self._refusals: deque[str] = deque(maxlen=REFUSALS_SHOWN)
         self._ended = self._closed = False
         self._commands: deque[Callable[[], None]] = deque()
         self._open: set[Link] = set()
-        self._listener = listener
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        house = House(rank, secret, self._vet, lambda: tuple(self._links), self._add)
+        self._reception = Reception(house, listener, self._selector)
         self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
         self._linger_until = float("inf")
         self._thread = threading.Thread(
@@ -170,7 +156,7 @@ class SocketTransport(Transport):
                     names = ", ".join(f"rank {peer}" for peer in absent)
                     raise TransportError(
                         f"{names} did not connect to rank {self.rank} within {timeout:g} s",
-                        got="; ".join(self._refusals),
+                        got=self._reception.refusals,
                         remedy="look whether that rank has started, and with the same secret",
                     )
                 self._changed.wait(left)
@@ -285,9 +271,10 @@ class SocketTransport(Transport):
         try:
             while not (self._closed and (not self._open or time.monotonic() > self._linger_until)):
                 for key, _ in self._selector.select(self._patience()):
-                    if key.fileobj.fileno() >= 0:  # not closed by an earlier one of the same turn
+                    sock: Any = key.fileobj
+                    if sock.fileno() >= 0:  # not closed by an earlier one of the same turn
                         key.data()
-                self._send_strangers_away(time.monotonic())
+                self._reception.tidy()
         except BaseException as error:
             self._mailbox.fail(f"the transport of rank {self.rank} broke down", repr(error))
             raise
@@ -295,8 +282,7 @@ class SocketTransport(Transport):
             self._end()
 
     def _patience(self) -> float | None:
-        ends = [greeting.deadline for greeting in self._greetings]
-        end = min([self._linger_until, *ends])
+        end = min(self._linger_until, self._reception.deadline)
         return None if end == float("inf") else max(0.0, end - time.monotonic())
 
     def _drain(self) -> None:
@@ -307,64 +293,6 @@ class SocketTransport(Transport):
             pass
         while self._commands:
             self._commands.popleft()()
-
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:  # the dialer has gone, or there are no descriptors left
-            return
-        who = _peer_name(sock)
-        reason = self._vet(sock)
-        if len(self._greetings) >= MAX_GREETINGS:
-            reason = "too many others have not said who they are"
-        if reason:
-            self._refusals.append(f"{who} was refused: {reason}")
-            sock.close()
-            return
-        greeting = Greeting(
-            sock,
-            who,
-            secret=self._secret,
-            rank=self.rank,
-            deadline=time.monotonic() + GREETING_SECONDS,
-        )
-        try:
-            greeting.begin()
-        except OSError:
-            sock.close()
-            return
-        self._greetings.append(greeting)
-        self._selector.register(sock, selectors.EVENT_READ, partial(self._answer, greeting))
-
-    def _answer(self, greeting: Greeting) -> None:
-        try:
-            verdict = greeting.advance(set(self._links))
-            if verdict is None:
-                return
-            # The dialer sends nothing before it has the answer, so none of its frames is lost.
-            if verdict.answer:
-                greeting.sock.send(verdict.answer)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._dismiss(greeting, f"{greeting.who} went away: {error}")
-            return
-        if verdict.rank is not None:
-            self._selector.unregister(greeting.sock)
-            self._greetings.remove(greeting)
-            self._add(verdict.rank, greeting.sock)
-            return
-        self._dismiss(greeting, f"{greeting.who} was refused: {verdict.why}")
-
-    def _dismiss(self, greeting: Greeting, why: str) -> None:
-        self._refusals.append(why)
-        self._greetings.remove(greeting)
-        self._selector.unregister(greeting.sock)
-        greeting.sock.close()
-
-    def _send_strangers_away(self, now: float) -> None:
-        for greeting in [one for one in self._greetings if one.deadline <= now]:
-            self._dismiss(greeting, f"{greeting.who} did not say who it is")
 
     def _add(self, peer: int, sock: socket.socket) -> None:
         """Begin with a new connection; the one method here that `connect` calls too."""
@@ -382,9 +310,7 @@ class SocketTransport(Transport):
 
     def _open_link(self, link: Link) -> None:
         self._open.add(link)
-        self._selector.register(
-            link.stream.sock, selectors.EVENT_READ, partial(self._serve, link)
-        )
+        self._selector.register(link.stream.sock, selectors.EVENT_READ, partial(self._serve, link))
         self._look_at(link)
 
     def _look_at(self, link: Link) -> None:
@@ -443,14 +369,12 @@ class SocketTransport(Transport):
     def _hang_up(self) -> None:
         """Nothing more goes out; peers that do the same have taken all that was sent."""
         self._linger_until = time.monotonic() + LINGER_SECONDS
-        self._selector.unregister(self._listener)
-        self._listener.close()
+        self._reception.close()
         for link in self._open:
             self._look_at(link)
 
     def _end(self) -> None:
-        for greeting in list(self._greetings):
-            self._dismiss(greeting, "")
+        self._reception.close()
         for link in list(self._open):
             self._drop(link)
         with self._changed:
@@ -458,7 +382,7 @@ class SocketTransport(Transport):
         for link in links:
             link.close()
         self._selector.close()
-        for sock in (self._listener, self._woken, self._waker):
+        for sock in (self._woken, self._waker):
             sock.close()
         self._pool.clear()
 
@@ -472,13 +396,3 @@ def _shut_down(link: Link) -> None:
         link.stream.sock.shutdown(socket.SHUT_WR)
     except OSError:
         pass  # the peer was first
-
-
-def _peer_name(sock: socket.socket) -> str:
-    if sock.family == socket.AF_UNIX:
-        return "a process on this host"
-    try:
-        host, port, *_ = sock.getpeername()
-    except OSError:
-        return "somebody who has gone"
-    return f"{host}:{port}"

@@ -46,10 +46,16 @@ class _Outgoing:
         self.finish = finish
         self.started = False
 
+    def drop_descriptor(self) -> None:
+        """It was sent, or will not be."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
     def advance(self, count: int) -> None:
         """Forget `count` bytes that were sent, and the descriptor that went with the first."""
         self.started = True
-        self.descriptor = -1
+        self.drop_descriptor()
         while count:
             part = self.parts.popleft()
             if len(part) > count:
@@ -98,7 +104,7 @@ class Stream:
         Args:
             parts: objects with a buffer of bytes; they must not change before the end.
             finish: called when the kernel has all of them.
-            descriptor: of a file, to travel with the first byte.
+            descriptor: of a file, to travel with the first byte; the stream closes it.
 
         Returns:
             Whether something is left for `flush`.
@@ -108,6 +114,9 @@ class Stream:
         """
         item = _Outgoing(parts, descriptor, finish)
         with self._lock:
+            if self.sock.fileno() < 0:
+                item.drop_descriptor()
+                raise ConnectionResetError("the connection is closed")
             self._out.append(item)
             if len(self._out) > 1:
                 return True
@@ -145,7 +154,7 @@ class Stream:
         """Forget all frames that were not begun."""
         with self._lock:
             while self._out and not self._out[-1].started:
-                self._out.pop()
+                self._out.pop().drop_descriptor()
 
     # Receiving.
 
@@ -213,7 +222,7 @@ class Stream:
         self._first += size
         if header.has_body:
             self._header, self._body = header, self._allocate(header)
-            self._missing = memoryview(self._body)
+            self._missing = self._body.data
             self._fill(0)
         else:
             self._take(header, None)
@@ -231,7 +240,8 @@ class Stream:
         """Close the socket, and descriptors that nobody took."""
         with self._lock:  # else a sender might meet the number of another file
             self.sock.close()
-            self._out.clear()
+            while self._out:
+                self._out.popleft().drop_descriptor()
         while self.descriptors:
             os.close(self.descriptors.popleft())
         self._forget()

@@ -84,6 +84,7 @@ class Kind(IntEnum):
     ABORT = 4
 
 
+_NO_SPEC = ArraySpec((), "")
 _KINDS = frozenset(kind.value for kind in Kind)
 
 
@@ -102,7 +103,7 @@ class Header:
     kind: Kind
     tag: int = 0
     nbytes: int = 0
-    spec: ArraySpec = ArraySpec((), "")
+    spec: ArraySpec = _NO_SPEC
     arena: int = 0
     offset: int = 0
 
@@ -127,7 +128,7 @@ def encode(header: Header) -> bytes:
     return prefix + struct.pack(f"<{len(shape)}Q", *shape)
 
 
-def header_size(prefix: bytes) -> int:
+def header_size(prefix: bytes | bytearray) -> int:
     """Bytes of the whole header, of which `prefix` is the beginning.
 
     Raises:
@@ -139,7 +140,7 @@ def header_size(prefix: bytes) -> int:
     return PREFIX.size + 8 * dims
 
 
-def decode(data: bytes) -> Header:
+def decode(data: bytes | bytearray) -> Header:
     """The header of `header_size` bytes.
 
     Raises:

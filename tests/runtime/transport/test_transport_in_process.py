@@ -5,7 +5,8 @@ import pytest
 from autopar.errors import TransportError
 from autopar.runtime.transport.base import Transport
 from autopar.runtime.transport.in_process import InProcessHub, InProcessTransport
-from tests.runtime.transport.contract import HostFabric, HostTransportContract, connect_all
+from tests.runtime.transport.contract import connect_all
+from tests.runtime.transport.contract_host import HostFabric, HostTransportContract
 
 
 class InProcessFabric(HostFabric):

@@ -4,7 +4,8 @@ import pytest
 
 from autopar.runtime.transport.base import Transport
 from autopar.runtime.transport.tcp import TcpTransport
-from tests.runtime.transport.contract import HostFabric, HostTransportContract, connect_all
+from tests.runtime.transport.contract import connect_all
+from tests.runtime.transport.contract_host import HostFabric, HostTransportContract
 
 SECRET = bytes(range(32))
 
