@@ -396,7 +396,7 @@ def _feeds(
     program: WorkerProgram, devices: Sequence[Any]
 ) -> dict[tuple[int, int], tuple[BufferSpec, jax.sharding.Sharding]]:
     specs = dict(program.buffers)
-    found = {}
+    found: dict[tuple[int, int], tuple[BufferSpec, jax.sharding.Sharding]] = {}
     for step in program.instructions:
         if isinstance(step, Feed):
             spec = specs[step.buffer]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn
 
-from autopar.errors import VerifyError
+from autopar.errors import ScheduleError, VerifyError
 from autopar.ir.sharding import check_sharding
 from autopar.lower.cross_mesh import TilePlan
 from autopar.lower.instruction_text import instruction_text
@@ -429,8 +429,11 @@ def verify_no_deadlock(
         _simulate(step, model)
 
 
+Moves = list[tuple[int, Send | Recv]]
+
+
 def _simulate(step: StepProgram, model: ChannelModel) -> None:
-    lists = [
+    lists: list[Moves] = [
         [
             (position, entry)
             for position, entry in enumerate(program.instructions)
@@ -445,15 +448,38 @@ def _simulate(step: StepProgram, model: ChannelModel) -> None:
         moved = False
         for rank, moves in enumerate(lists):
             while at[rank] < len(moves) and _may_go(rank, lists, at, sent, model):
+                move = moves[at[rank]][1]
+                if isinstance(move, Send):
+                    sent.add(_channel(rank, move))
                 at[rank] += 1
                 moved = True
-    stuck = [rank for rank, moves in enumerate(lists) if at[rank] < len(moves)]
-    if stuck:
-        raise _deadlock(
-            step,
-            [moves[i][0] if i < len(moves) else -1 for moves, i in zip(lists, at, strict=True)],
-            model,
+    waiting = [
+        f"{_place(step.workers[rank], moves[at[rank]][0])}"
+        for rank, moves in enumerate(lists)
+        if at[rank] < len(moves)
+    ]
+    if waiting:
+        raise ScheduleError(
+            "the workers would wait for each other for ever",
+            got="; ".join(waiting),
+            why=f"with {model.value} channels",
         )
+
+
+def _may_go(
+    rank: int, lists: list[Moves], at: list[int], sent: set[Channel], model: ChannelModel
+) -> bool:
+    """Whether the next move of a rank can happen now."""
+    move = lists[rank][at[rank]][1]
+    channel = _channel(rank, move)
+    if isinstance(move, Recv):
+        return channel in sent
+    if model is ChannelModel.BUFFERED:
+        return True
+    theirs, place = lists[move.peer], at[move.peer]
+    if place == len(theirs) or not isinstance(theirs[place][1], Recv):
+        return False
+    return _channel(move.peer, theirs[place][1]) == channel
 
 
 def _channel(rank: int, move: Send | Recv) -> Channel:

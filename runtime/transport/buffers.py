@@ -43,7 +43,7 @@ def raw_bytes(array: Array) -> Array:
 def aligned_bytes(size: int) -> Array:
     """New memory that starts at a multiple of `ALIGNMENT`: uint8 [size]."""
     raw = np.empty(size + ALIGNMENT, np.uint8)
-    first = -raw.ctypes.data % ALIGNMENT
+    first = -raw.__array_interface__["data"][0] % ALIGNMENT
     return raw[first : first + size]
 
 
@@ -104,6 +104,13 @@ class BufferPool:
         with self._lock:
             self._absorb()
             return self._lent
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of buffers that nobody uses."""
+        with self._lock:
+            self._absorb()
+            return self._spare_bytes
 
     def clear(self) -> None:
         """Give spare memory back to the allocator; what is lent stays valid."""

@@ -97,17 +97,17 @@ class InProcessTransport(Transport):
     def isend(self, peer: int, tag: int, array: Any) -> Request:
         """Copy into memory of the peer; done at once."""
         target = self._peer(peer)
-        source = sendable(array, peer, tag)
+        spec = sendable(array, peer, tag)
         request = self._mailbox.sending(peer, tag)
-        target.deposit(self.rank, tag, source)
+        target.deposit(self.rank, tag, spec, array)
         self._mailbox.complete(request)
         return request
 
-    def deposit(self, peer: int, tag: int, source: np.ndarray[Any, Any]) -> None:
+    def deposit(self, peer: int, tag: int, spec: ArraySpec, source: np.ndarray[Any, Any]) -> None:
         """Take a message from a peer; for the hub's transports only."""
         array = self._pool.take(source.shape, source.dtype)
         np.copyto(raw_bytes(array), raw_bytes(source))
-        self._mailbox.deliver(peer, tag, array)
+        self._mailbox.deliver(peer, tag, spec, array)
 
     def irecv(self, peer: int, tag: int, spec: ArraySpec) -> Request:
         """Expect an array."""

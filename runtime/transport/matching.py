@@ -112,7 +112,7 @@ class Mailbox:
         self.rank = rank
         self._changed = threading.Condition()
         self._expected: dict[Key, deque[HostRequest]] = {}
-        self._arrived: dict[Key, deque[Array]] = {}
+        self._arrived: dict[Key, deque[tuple[ArraySpec, Array]]] = {}
         self._sends: dict[int, dict[HostRequest, None]] = {}
         self._lost: dict[int, Failure] = {}
         self._failure: Failure | None = None
@@ -139,34 +139,33 @@ class Mailbox:
             self.check_all()
             arrived = self._arrived.get((peer, tag))
             if arrived:
-                array = arrived.popleft()
+                came, array = arrived.popleft()
                 if not arrived:
                     del self._arrived[peer, tag]
-                self._match(request, array)
+                self._match(request, came, array)
             elif peer in self._lost:
                 request.end(failure=self._lost[peer])
             else:
                 self._expected.setdefault((peer, tag), deque()).append(request)
         return request
 
-    def deliver(self, peer: int, tag: int, array: Array) -> None:
+    def deliver(self, peer: int, tag: int, came: ArraySpec, array: Array) -> None:
         """A message has come; it is dropped if everything has failed."""
         with self._changed:
             if self._failure is not None:
                 return
             expected = self._expected.get((peer, tag))
             if not expected:
-                self._arrived.setdefault((peer, tag), deque()).append(array)
+                self._arrived.setdefault((peer, tag), deque()).append((came, array))
                 return
             request = expected.popleft()
             if not expected:
                 del self._expected[peer, tag]
-            self._match(request, array)
+            self._match(request, came, array)
             self._changed.notify_all()
 
-    def _match(self, request: HostRequest, array: Array) -> None:
+    def _match(self, request: HostRequest, came: ArraySpec, array: Array) -> None:
         assert request.spec is not None
-        came = ArraySpec(array.shape, array.dtype.name)
         if came == request.spec:
             request.end(array)
             return

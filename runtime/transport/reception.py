@@ -76,6 +76,8 @@ class Reception:
 
     def tidy(self) -> None:
         """Send those away who did not say who they are in time."""
+        if not self._greetings:
+            return
         now = time.monotonic()
         for greeting in [one for one in self._greetings if one.deadline <= now]:
             self._dismiss(greeting, "it did not say who it is")

@@ -51,12 +51,14 @@ class Link:
         peer: its rank.
         stream: the socket.
         broken: nothing can be sent any more, though something may still come.
+        waits: for room to send the rest of something; for the thread.
     """
 
     def __init__(self, peer: int, stream: Stream) -> None:
         self.peer = peer
         self.stream = stream
         self.broken = False
+        self.waits = False
 
     def close(self) -> None:
         """Give everything back."""
@@ -181,11 +183,11 @@ class SocketTransport(Transport):
     def isend(self, peer: int, tag: int, array: Any) -> Request:
         """Start sending."""
         link = self._linked(peer)
-        source = sendable(array, peer, tag)
+        spec = sendable(array, peer, tag)
         if link.broken:
             raise TransportError(f"rank {self.rank} lost rank {peer}", where=f"tag {tag}")
         request = self._mailbox.sending(peer, tag)
-        self._post(link, request, source, ArraySpec(source.shape, source.dtype.name))
+        self._post(link, request, array, spec)
         return request
 
     def irecv(self, peer: int, tag: int, spec: ArraySpec) -> Request:
@@ -325,9 +327,10 @@ class SocketTransport(Transport):
             self._break(link)
         if self._closed and not events & selectors.EVENT_WRITE:
             _shut_down(link)
-        key = self._selector.get_key(link.stream.sock)
-        if key.events != events:
-            self._selector.modify(link.stream.sock, events, key.data)
+        waits = bool(events & selectors.EVENT_WRITE)
+        if waits != link.waits:
+            link.waits = waits
+            self._selector.modify(link.stream.sock, events, partial(self._serve, link))
 
     def _serve(self, link: Link) -> None:
         try:
@@ -339,7 +342,8 @@ class SocketTransport(Transport):
         except MemoryError:
             alive, why = False, "there is no memory for what it sent"
         if alive:
-            self._look_at(link)
+            if link.waits:
+                self._look_at(link)
             return
         self._mailbox.lose(link.peer, why)
         link.broken = True
@@ -364,7 +368,7 @@ class SocketTransport(Transport):
         else:
             memory = self._placed(link, header) if body is None else body
             array = memory.view(DTYPES[header.spec.dtype]).reshape(header.spec.shape)
-            self._mailbox.deliver(link.peer, header.tag, array)
+            self._mailbox.deliver(link.peer, header.tag, header.spec, array)
 
     def _hang_up(self) -> None:
         """Nothing more goes out; peers that do the same have taken all that was sent."""

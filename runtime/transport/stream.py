@@ -31,8 +31,8 @@ DIRECT_FROM = 1 << 14
 READS_AT_ONCE = 64
 """Reads of one socket before the others get their turn."""
 
-MOST_DESCRIPTORS = 8
-"""File descriptors that one read may bring."""
+ANCILLARY_BYTES = 64
+"""For the file descriptors that come with one read, which are one at a time."""
 
 
 class _Outgoing:
@@ -91,6 +91,7 @@ class Stream:
         self._lock = threading.Lock()
         self._out: deque[_Outgoing] = deque()
         self._buffer = bytearray(BUFFER_BYTES)
+        self._buffer_view = memoryview(self._buffer)
         self._first = self._end = 0
         self._header: Header | None = None
         self._body: Array | None = None
@@ -169,9 +170,12 @@ class Stream:
             direct = len(self._missing) >= DIRECT_FROM and self._first == self._end
             try:
                 if direct:
+                    room = len(self._missing)
                     count = self.sock.recv_into(self._missing)
                 else:
-                    count = self._receive()
+                    self._make_room()
+                    room = BUFFER_BYTES - self._end
+                    count = self._receive(self._buffer_view[self._end :])
             except (BlockingIOError, InterruptedError):
                 return True
             if count == 0:
@@ -181,18 +185,21 @@ class Stream:
             else:
                 self._end += count
                 self._parse()
+            if count < room:
+                return True  # there is no more, or it has to be read apart
         return True
 
-    def _receive(self) -> int:
+    def _make_room(self) -> None:
         if self._first:  # at most the beginning of a header is moved
             left = self._buffer[self._first : self._end]
             self._buffer[: len(left)] = left
             self._first, self._end = 0, len(left)
-        room = memoryview(self._buffer)[self._end :]
+
+    def _receive(self, room: memoryview) -> int:
         if not self._passes_descriptors:
             return self.sock.recv_into(room)
-        space = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
-        count, ancillary, _, _ = self.sock.recvmsg_into([room], space, socket.MSG_CMSG_CLOEXEC)
+        flags = socket.MSG_CMSG_CLOEXEC
+        count, ancillary, _, _ = self.sock.recvmsg_into([room], ANCILLARY_BYTES, flags)
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 found = array.array("i")
@@ -204,7 +211,7 @@ class Stream:
         while self._first < self._end:
             if self._header is not None:
                 count = min(len(self._missing), self._end - self._first)
-                self._missing[:count] = self._buffer[self._first : self._first + count]
+                self._missing[:count] = self._buffer_view[self._first : self._first + count]
                 self._first += count
                 self._fill(count)
             elif not self._begin():

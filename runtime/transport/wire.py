@@ -56,6 +56,9 @@ DTYPES = MappingProxyType(
 )
 """All dtypes that can travel, by name."""
 
+NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+"""The name of each dtype that can travel; `dtype.name` takes ten times as long."""
+
 MAX_DIMS = 64
 """Of an array; numpy allows no more."""
 
@@ -172,38 +175,44 @@ def check_spec(spec: ArraySpec) -> ArraySpec:
     """
     if spec.dtype not in DTYPES:
         raise TransportError(
-            "this dtype cannot travel", got=spec.dtype, why=f"known are {', '.join(DTYPES)}"
+            "this dtype cannot travel", got=spec.dtype, remedy=f"one of {', '.join(DTYPES)}"
         )
+    if all(type(size) is int for size in spec.shape):
+        return spec
     return ArraySpec(tuple(map(int, spec.shape)), spec.dtype)
 
 
-def sendable(array: Any, peer: int, tag: int) -> Array:
-    """A numpy array that may be sent.
+def sendable(array: Any, peer: int, tag: int) -> ArraySpec:
+    """What it is that is to be sent.
 
     Raises:
-        TransportError: it is none, not C-contiguous, too large, or its dtype cannot travel.
+        TransportError: it is no numpy array, not C-contiguous, too large, or its dtype cannot
+            travel.
     """
-    where = f"to rank {peer}: tag {tag}"
     if not isinstance(array, np.ndarray):
-        raise TransportError("only numpy arrays can be sent", where=where, got=str(type(array)))
-    dtype = array.dtype
-    if DTYPES.get(dtype.name) != dtype:
-        raise TransportError(
-            "this dtype cannot travel",
-            where=where,
-            got=str(dtype),
-            why=f"known are {', '.join(DTYPES)}, of this machine's byte order",
-        )
+        raise _unsendable("only numpy arrays can be sent", peer, tag, str(type(array)))
+    name = NAMES.get(array.dtype)
+    if name is None:
+        raise _unsendable("this dtype cannot travel", peer, tag, str(array.dtype))
     if not array.flags.c_contiguous:
-        raise TransportError(
-            "the array to send is not C-contiguous",
-            where=where,
-            got=f"{dtype.name}{list(array.shape)} with strides {array.strides}",
-            remedy="numpy.ascontiguousarray",
-        )
+        got = f"{name}{list(array.shape)} with strides {array.strides}"
+        raise _unsendable("the array to send is not C-contiguous", peer, tag, got)
     if array.nbytes > MAX_MESSAGE_BYTES:
-        raise TransportError("the array to send is too large", where=where, got=f"{array.nbytes}")
-    return array
+        raise _unsendable("the array to send is too large", peer, tag, f"{array.nbytes} bytes")
+    return ArraySpec(array.shape, name)
+
+
+_REMEDIES = MappingProxyType(
+    {
+        "this dtype cannot travel": f"one of {', '.join(DTYPES)}, of this machine's byte order",
+        "the array to send is not C-contiguous": "numpy.ascontiguousarray",
+    }
+)
+
+
+def _unsendable(what: str, peer: int, tag: int, got: str) -> TransportError:
+    where = f"to rank {peer}: tag {tag}"
+    return TransportError(what, where=where, got=got, remedy=_REMEDIES.get(what, ""))
 
 
 def check_secret(secret: bytes) -> bytes:
