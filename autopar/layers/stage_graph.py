@@ -23,6 +23,7 @@ from autopar.layers.residuals import choose_kept
 from autopar.rules.rule import Rule
 from autopar.trace.backward import FORWARD
 from autopar.trace.batch import AFTER, BEFORE, LOOP, Position
+from autopar.trace.micro_graph import STACKED
 
 BEFORE_ALL, FORWARD_TASK, BACKWARD_TASK = "P", "F", "B"
 LOOPED = (FORWARD_TASK, BACKWARD_TASK)
@@ -342,6 +343,15 @@ class _Stage:
 
     def _finished(self, exits: Sequence[tuple[Exit, str, Operand]]) -> StageGraph:
         shared = self.shared
+        gathered = [
+            (self.env[task, value], kind)
+            for value, kind in shared.micro.gathered
+            for task in LOOPED
+            if (task, value) in self.env and self._is_gathered_here(value, task)
+        ]
+        if any(kind == STACKED for _, kind in gathered):
+            # Stacking needs to know which micro-batch it is.
+            self._port((shared.graph.inputs[0].value, False))
         order = _task_order(self.ops)
         rank = {task: place for place, task in enumerate(order)}
         ops = sorted(self.ops, key=lambda entry: rank[entry[0]])
@@ -366,12 +376,6 @@ class _Stage:
             output_names=tuple(name for _, name, _ in exits),
         )
         verify_graph(graph)
-        gathered = [
-            (self.env[task, value], kind)
-            for value, kind in shared.micro.gathered
-            for task in LOOPED
-            if (task, value) in self.env and self._is_gathered_here(value, task)
-        ]
         return StageGraph(
             self.number,
             shared.micro.count,
