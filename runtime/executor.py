@@ -151,6 +151,7 @@ class Executor:
         transport: of this worker's rank, connected.
         awaits: whether the results of each RUN are awaited; on CPU they must be.
         recorder: takes the events of each step, if timings are wanted.
+        report: told (step, position) before each instruction, for those who watch from outside.
     """
 
     def __init__(
@@ -161,12 +162,14 @@ class Executor:
         *,
         awaits: bool,
         recorder: Callable[[Event], None] | None = None,
+        report: Callable[[int, int], None] | None = None,
     ) -> None:
         self.program = program
         self._loaded = loaded
         self._transport = transport
         self._awaits = awaits
         self._recorder = recorder
+        self._report = report
         self._texts = tuple(map(instruction_text, program.instructions))
         self._specs = dict(program.buffers)
         self._donated = {task.name: task.donated for task in program.tasks}
@@ -235,6 +238,8 @@ class Executor:
             self._bound_steps()
             for position, instruction in enumerate(self.program.instructions):
                 self._position = position
+                if self._report is not None:
+                    self._report(number, position)
                 if isinstance(instruction, Feed):
                     if (instruction.argument, instruction.micro) not in keys:
                         self._borrowed.add(instruction.buffer)

@@ -74,13 +74,19 @@ class Worker:
     Args:
         timeout: seconds that any single wait for a peer may take.
         recorder: takes the timed events of each step, if they are wanted.
+        report: told (step, position) before each instruction.
     """
 
     def __init__(
-        self, *, timeout: float = 60.0, recorder: Callable[[Event], None] | None = None
+        self,
+        *,
+        timeout: float = 60.0,
+        recorder: Callable[[Event], None] | None = None,
+        report: Callable[[int, int], None] | None = None,
     ) -> None:
         self.timeout = timeout
         self._recorder = recorder
+        self._report = report
         self._store: dict[int, Any] = {}
         self._steps = 0
         self._failed = ""
@@ -125,6 +131,7 @@ class Worker:
             transport,
             awaits=devices[0].platform == "cpu",
             recorder=self._recorder,
+            report=self._report,
         )
         feeds = _feeds(program, devices)
         self._loaded = _Program(program, tuple(devices), transport, executor, feeds)

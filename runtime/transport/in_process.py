@@ -14,7 +14,7 @@ import numpy as np
 from autopar.errors import TransportError
 from autopar.runtime.transport.base import ArraySpec, Request, Transport
 from autopar.runtime.transport.buffers import BufferPool, raw_bytes
-from autopar.runtime.transport.matching import Mailbox
+from autopar.runtime.transport.matching import HostRequest, Mailbox
 from autopar.runtime.transport.wire import check_spec, sendable
 
 
@@ -98,9 +98,10 @@ class InProcessTransport(Transport):
         """Copy into memory of the peer; done at once."""
         target = self._peer(peer)
         spec = sendable(array, peer, tag)
-        request = self._mailbox.sending(peer, tag)
+        self._mailbox.check(peer)
         target.deposit(self.rank, tag, spec, array)
-        self._mailbox.complete(request)
+        request = HostRequest(peer, tag)
+        request.end()
         return request
 
     def deposit(self, peer: int, tag: int, spec: ArraySpec, source: np.ndarray[Any, Any]) -> None:

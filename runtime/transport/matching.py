@@ -176,17 +176,14 @@ class Mailbox:
         why = f"{shown(request.spec)} was expected"
         request.end(failure=Failure(what, got=shown(came), why=why))
 
-    def sending(self, peer: int, tag: int) -> HostRequest:
-        """A send that is under way until `complete`.
-
-        Raises:
-            TransportError: everything has failed, or the peer is gone.
-        """
-        request = HostRequest(peer, tag)
+    def sending(self, request: HostRequest) -> None:
+        """A send is under way until `complete`; it fails at once if its peer is gone."""
         with self._changed:
-            self.check(peer)
-            self._sends.setdefault(peer, {})[request] = None
-        return request
+            failure = self._failure or self._lost.get(request.peer)
+            if failure is not None:
+                request.end(failure=failure)
+            else:
+                self._sends.setdefault(request.peer, {})[request] = None
 
     def complete(self, request: HostRequest) -> None:
         """A send has ended: its array may change."""

@@ -33,7 +33,7 @@ from autopar.runtime.transport.arena import (
 from autopar.runtime.transport.base import ArraySpec
 from autopar.runtime.transport.matching import HostRequest
 from autopar.runtime.transport.socket_transport import Link, SocketTransport
-from autopar.runtime.transport.stream import Stream
+from autopar.runtime.transport.stream import Stream, nothing_later
 from autopar.runtime.transport.wire import Header, Kind, encode
 
 Array = np.ndarray[Any, Any]
@@ -154,8 +154,8 @@ class ShmTransport(SocketTransport):
         arena, offset = block
         arena.fill(offset, source)
         header = Header(Kind.PLACED, request.tag, source.nbytes, spec, arena.number, offset)
-        self._mailbox.complete(request)
-        self._send(link, [encode(header)], _nothing)
+        self._send(link, [encode(header)], nothing_later)
+        request.end()
 
     def _block(self, link: _ShmLink, size: int) -> tuple[Arena, int] | None:
         """A block for a payload; a new arena is on its way to the peer before its first block."""
@@ -168,7 +168,7 @@ class ShmTransport(SocketTransport):
                 return None
             arena, descriptor = grown
             header = Header(Kind.ARENA, nbytes=arena.size, arena=arena.number)
-            self._send(link, [encode(header)], _nothing, descriptor=descriptor)
+            self._send(link, [encode(header)], nothing_later, descriptor=descriptor)
             return link.arenas.allocate(size)
 
     def _attach(self, link: Any, header: Header) -> None:
@@ -190,7 +190,3 @@ class ShmTransport(SocketTransport):
             return lend_block(memory, header.offset, header.nbytes)
         except ValueError as error:
             raise TransportError("a frame cannot be read", got=str(error)) from error
-
-
-def _nothing() -> None:
-    return None

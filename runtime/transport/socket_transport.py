@@ -3,6 +3,8 @@
 Each rank listens from the beginning. Of two ranks the higher one dials; the driver, whose rank is
 the lowest, is dialed by all. One thread per rank accepts, reads, and sends what did not go at once.
 
+What comes before it is expected is kept without a bound: that is for the schedule to bound.
+
 A subclass says how to listen and dial, and may take other ways for the bytes of a message.
 """
 
@@ -15,6 +17,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,7 +29,7 @@ from autopar.runtime.transport.buffers import BufferPool, aligned_bytes, raw_byt
 from autopar.runtime.transport.handshake import dial
 from autopar.runtime.transport.matching import HostRequest, Mailbox
 from autopar.runtime.transport.reception import House, Reception
-from autopar.runtime.transport.stream import Stream
+from autopar.runtime.transport.stream import Later, Stream, nothing_later
 from autopar.runtime.transport.wire import (
     DTYPES,
     MAX_REASON_BYTES,
@@ -91,7 +94,7 @@ class SocketTransport(Transport):
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        house = House(rank, secret, self._vet, lambda: tuple(self._links), self._add)
+        house = House(rank, secret, self._objection, lambda: tuple(self._links), self._add)
         self._reception = Reception(house, listener, self._selector)
         self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
         self._linger_until = float("inf")
@@ -123,10 +126,15 @@ class SocketTransport(Transport):
         return Link(peer, stream)
 
     def _post(self, link: Any, request: HostRequest, source: Array, spec: ArraySpec) -> None:
-        """Send a message; `request` completes when the array may change."""
+        """Send a message; `request` ends when the array may change."""
         header = Header(Kind.MESSAGE, request.tag, source.nbytes, spec)
-        finish = partial(self._mailbox.complete, request)
-        self._send(link, [encode(header), raw_bytes(source)], finish)
+        later = partial(self._sending, request)
+        if self._send(link, [encode(header), raw_bytes(source)], later):
+            request.end()
+
+    def _sending(self, request: HostRequest) -> Callable[[], None]:
+        self._mailbox.sending(request)
+        return partial(self._mailbox.complete, request)
 
     def _placed(self, link: Any, header: Header) -> Array:
         """The bytes of a PLACED message: uint8 [nbytes]."""
@@ -135,6 +143,9 @@ class SocketTransport(Transport):
     def _attach(self, link: Any, header: Header) -> None:
         """Take new shared memory over."""
         raise TransportError("a frame cannot be read", got=header.kind.name)
+
+    def _objection(self, sock: socket.socket) -> str:
+        return "this rank has stopped" if self._ended else self._vet(sock)
 
     # The contract.
 
@@ -186,7 +197,8 @@ class SocketTransport(Transport):
         spec = sendable(array, peer, tag)
         if link.broken:
             raise TransportError(f"rank {self.rank} lost rank {peer}", where=f"tag {tag}")
-        request = self._mailbox.sending(peer, tag)
+        self._mailbox.check(peer)
+        request = HostRequest(peer, tag)
         self._post(link, request, array, spec)
         return request
 
@@ -222,7 +234,8 @@ class SocketTransport(Transport):
         frame = [encode(Header(Kind.ABORT, nbytes=len(text))), text]
         for link in links:
             link.stream.abandon()
-            self._send(link, frame, _nothing)
+            with suppress(TransportError):
+                self._send(link, frame, nothing_later)
 
     def close(self) -> None:
         """Give everything back."""
@@ -239,18 +252,23 @@ class SocketTransport(Transport):
     # Sending, from any thread.
 
     def _send(
-        self,
-        link: Link,
-        parts: Sequence[Any],
-        finish: Callable[[], None],
-        *,
-        descriptor: int = -1,
-    ) -> None:
+        self, link: Link, parts: Sequence[Any], later: Later, *, descriptor: int = -1
+    ) -> bool:
+        """Send a frame; whether all of it has gone.
+
+        Raises:
+            TransportError: the connection is broken.
+        """
         try:
-            if link.stream.send(parts, finish, descriptor=descriptor):
-                self._command(partial(self._look_at, link))
-        except OSError:
+            left = link.stream.send(parts, later, descriptor=descriptor)
+        except OSError as error:
             self._break(link)
+            raise TransportError(
+                f"rank {self.rank} lost rank {link.peer}", why=f"{error.strerror or error}"
+            ) from error
+        if left:
+            self._command(partial(self._look_at, link))
+        return not left
 
     def _break(self, link: Link) -> None:
         """Nothing more goes to a peer; the thread finds the end when it has read all that came."""
@@ -303,7 +321,7 @@ class SocketTransport(Transport):
         stream = Stream(sock, self._allocate, lambda header, body: self._take(link, header, body))
         link = self._link(peer, stream)
         with self._changed:
-            if not self._closed:
+            if not self._ended:
                 self._links[peer] = link
                 self._command(partial(self._open_link, link))
                 self._changed.notify_all()
@@ -389,10 +407,6 @@ class SocketTransport(Transport):
         for sock in (self._woken, self._waker):
             sock.close()
         self._pool.clear()
-
-
-def _nothing() -> None:
-    return None
 
 
 def _shut_down(link: Link) -> None:

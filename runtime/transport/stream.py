@@ -21,6 +21,7 @@ from autopar.runtime.transport.wire import PREFIX, Header, decode, header_size
 
 Array = np.ndarray[Any, Any]
 Finish = Callable[[], None]
+Later = Callable[[], Finish]
 
 BUFFER_BYTES = 1 << 16
 """Of the receive buffer: some hundreds of headers, or the largest body worth a second copy."""
@@ -35,15 +36,24 @@ ANCILLARY_BYTES = 64
 """For the file descriptors that come with one read, which are one at a time."""
 
 
+def nothing() -> None:
+    """Do nothing when a frame has been sent."""
+
+
+def nothing_later() -> Finish:
+    """Have nothing done when a frame has been sent."""
+    return nothing
+
+
 class _Outgoing:
     """What is still to be sent of one frame."""
 
     __slots__ = ("descriptor", "finish", "parts", "started")
 
-    def __init__(self, parts: Sequence[Any], descriptor: int, finish: Finish) -> None:
-        self.parts = deque(memoryview(part) for part in parts if len(part))
+    def __init__(self, parts: Sequence[Any], descriptor: int) -> None:
+        self.parts = [memoryview(part) for part in parts if len(part)]
         self.descriptor = descriptor
-        self.finish = finish
+        self.finish: Finish = nothing
         self.started = False
 
     def drop_descriptor(self) -> None:
@@ -56,12 +66,13 @@ class _Outgoing:
         """Forget `count` bytes that were sent, and the descriptor that went with the first."""
         self.started = True
         self.drop_descriptor()
-        while count:
-            part = self.parts.popleft()
-            if len(part) > count:
-                self.parts.appendleft(part[count:])
-                return
-            count -= len(part)
+        gone = 0
+        while gone < len(self.parts) and count >= len(self.parts[gone]):
+            count -= len(self.parts[gone])
+            gone += 1
+        del self.parts[:gone]
+        if count:
+            self.parts[0] = self.parts[0][count:]
 
 
 class Stream:
@@ -99,12 +110,13 @@ class Stream:
 
     # Sending.
 
-    def send(self, parts: Sequence[Any], finish: Finish, *, descriptor: int = -1) -> bool:
+    def send(self, parts: Sequence[Any], later: Later, *, descriptor: int = -1) -> bool:
         """Send the parts of a frame one after the other.
 
         Args:
             parts: objects with a buffer of bytes; they must not change before the end.
-            finish: called when the kernel has all of them.
+            later: called only if something is left; what it returns is called when the kernel has
+                all of the frame.
             descriptor: of a file, to travel with the first byte; the stream closes it.
 
         Returns:
@@ -113,15 +125,20 @@ class Stream:
         Raises:
             OSError: the connection is broken.
         """
-        item = _Outgoing(parts, descriptor, finish)
+        item = _Outgoing(parts, descriptor)
         with self._lock:
             if self.sock.fileno() < 0:
                 item.drop_descriptor()
                 raise ConnectionResetError("the connection is closed")
+            try:
+                if not self._out and self._send_all(item):
+                    return False
+            except OSError:
+                item.drop_descriptor()
+                raise
+            item.finish = later()
             self._out.append(item)
-            if len(self._out) > 1:
-                return True
-            return not self._flush()
+            return True
 
     def flush(self) -> bool:
         """Send what is left, as far as the kernel takes it; whether nothing is left.
@@ -135,13 +152,18 @@ class Stream:
     def _flush(self) -> bool:
         while self._out:
             item = self._out[0]
-            while item.parts:
-                try:
-                    item.advance(self._send_some(item))
-                except (BlockingIOError, InterruptedError):
-                    return False
+            if not self._send_all(item):
+                return False
             self._out.popleft()
             item.finish()
+        return True
+
+    def _send_all(self, item: _Outgoing) -> bool:
+        while item.parts:
+            try:
+                item.advance(self._send_some(item))
+            except (BlockingIOError, InterruptedError):
+                return False
         return True
 
     def _send_some(self, item: _Outgoing) -> int:
