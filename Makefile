@@ -30,6 +30,7 @@ RAY_LOCK := $(or $(wildcard requirements/ray-$(TAG).txt),requirements/ray-py312.
 VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed.stamp
+RAY_STAMP := $(VENV)/ray.stamp
 LEDGER ?= build/check-$(TAG).jsonl
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 comma := ,
@@ -40,17 +41,18 @@ folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT
 "$$folder/venv/bin/python" -m pip install --quiet $(1)
 endef
 # Two workers: one test compiles while the other runs. The closing line comes from the controller.
-PYTEST := $(BIN)/python -m pytest -n 2
+# What shares one Ray stays in one of them.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 .PHONY: demo test check lint notebook lock lock-ray ray clean
 
 demo: $(STAMP)
 	$(BIN)/autopar demo
 
-test: lint
+test: lint $(RAY_STAMP)
 	$(PYTEST) $(ARGS)
 
-check: lint
+check: lint $(RAY_STAMP)
 	$(PYTEST) --full --ledger $(LEDGER) $(ARGS)
 
 lint: $(STAMP)
@@ -72,8 +74,11 @@ $(STAMP): $(LOCK) pyproject.toml
 	$(PIP_INSTALL) --no-build-isolation --no-deps --editable .
 	touch $@
 
-ray: $(STAMP)
+ray: $(RAY_STAMP)
+
+$(RAY_STAMP): $(STAMP) $(RAY_LOCK)
 	$(PIP_INSTALL) --requirement $(RAY_LOCK)
+	touch $@
 
 # Resolves pyproject.toml afresh for this Python and pins everything it needs, nothing else.
 # The lock of Ray adds to the other one, so that a test run without a cluster installs quickly.

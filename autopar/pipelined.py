@@ -23,6 +23,10 @@ from autopar.runtime.pipeline import LocalPipeline
 class Runtime(Protocol):
     """What executes instruction lists: runtime.pipeline.LocalPipeline, or the Ray runtime."""
 
+    @property
+    def closed(self) -> bool:
+        """Whether its workers were ended, by a fault or by `close`."""
+
     def place(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Put argument leaves where the step wants them."""
 
@@ -47,8 +51,20 @@ class PipelineProgram:
         self._dtypes = [traced.graph.dtype_of(o) for o in traced.graph.outputs]
         hidden = [_data(array) for array in traced.built.hidden]
         hidden += [_data(array) for array in self.lowered.staged.divided.micro.constants]
-        start = start_ray if plan.cluster.kind == "ray" else start_local
-        self.runtime: Runtime = start(plan, self.lowered, hidden)
+        self._plan, self._hidden = plan, hidden
+        self._runtime = self._start()
+
+    def _start(self) -> Runtime:
+        start = start_ray if self._plan.cluster.kind == "ray" else start_local
+        runtime: Runtime = start(self._plan, self.lowered, self._hidden)
+        return runtime
+
+    @property
+    def runtime(self) -> Runtime:
+        """The workers; new ones if those before were ended."""
+        if self._runtime.closed:
+            self._runtime = self._start()
+        return self._runtime
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Put argument leaves where the step wants them; keys stay as they are."""
@@ -71,7 +87,8 @@ class PipelineProgram:
 
     def close(self) -> None:
         """End workers and connections."""
-        self.runtime.close()
+        if not self._runtime.closed:
+            self._runtime.close()
 
 
 def _is_key(leaf: Any) -> bool:

@@ -13,9 +13,9 @@ import numpy as np
 
 from autopar import demo
 from autopar.api import ParallelFunction, parallelize
-from autopar.plans import Plan
 from autopar.cluster import Cluster
 from autopar.methods import Method
+from autopar.plans import Plan
 from autopar.report.audit import AuditReport
 
 LARGEST_DIFFERENCE = 1e-4

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class Board:
         self.path = folder / "board"
         self.path.write_bytes(np.full((workers, ROW), -1, np.int64).tobytes())
         self._map = map_board(self.path)
-        self._rows = np.frombuffer(self._map, np.int64).reshape(workers, ROW)
+        self._rows: np.ndarray[Any, Any] = np.frombuffer(self._map, np.int64).reshape(workers, ROW)
 
     def where(self, rank: int) -> tuple[int, int]:
         """(step, position) of a worker; -1 where nothing was ever written."""
@@ -37,7 +38,8 @@ class Board:
 
     def close(self) -> None:
         """Give the memory back."""
-        del self._rows
+        # The last view keeps the memory mapped; a later look finds where everybody was.
+        self._rows = self._rows.copy()
         with contextlib.suppress(BufferError):
             self._map.close()
 

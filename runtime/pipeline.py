@@ -86,6 +86,7 @@ class LocalPipeline:
                 row.append((use, spec, named_sharding(spec.sharding, mesh, devices[use.rank])))
             self._places.append(row)
         self._number = 0
+        self.closed = False
 
     def _record(self, event: Event) -> None:
         if self.events is not None:
@@ -161,6 +162,7 @@ class LocalPipeline:
                     del running[rank]
                 except WorkerError:
                     self._abandon(running, rank)
+                    self.close()
                     raise
             if not moved:
                 self._abandon(running, -1)
@@ -186,6 +188,7 @@ class LocalPipeline:
 
     def close(self) -> None:
         """Forget all arrays and programs."""
+        self.closed = True
         for worker in self._workers:
             worker.close()
         for transport in self._transports:

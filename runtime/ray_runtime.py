@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,11 +100,15 @@ def start_ray(address: str | None) -> bool:
         return False
     LOG.info("starting a local Ray")
     token = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with _environment({**token, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}):
+    with _environment(token), warnings.catch_warnings():
+        # Ray's processes are started by fork and exec; nothing of JAX runs in between.
+        warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
         ray.init(
             num_cpus=1,
             include_dashboard=False,
             log_to_driver=False,
+            logging_level=logging.ERROR,
             _node_ip_address="127.0.0.1",
             object_store_memory=80 * 2**20,
         )
@@ -428,10 +433,11 @@ class RayPipeline:
         culprit, how, detail = self._culprit(told, error)
         lines = [self._line(peer, told) for peer in self._peers if peer is not culprit]
         at, position = self._board.where(culprit.rank)
-        text = culprit.texts[position] if 0 <= position < len(culprit.texts) else "between steps"
+        place = f"at instruction {position}: {self._text(culprit)}"
+        if at < step:
+            place = "before its first instruction"
         made = WorkerError(
-            f"worker {culprit.rank} ({culprit.stage}) {how} in step {max(at, step)} at "
-            f"instruction {position}: {text}",
+            f"worker {culprit.rank} ({culprit.stage}) {how} in step {step} {place}",
             got=detail,
             why="the others: " + ("; ".join(lines) or "there are none"),
             remedy="all workers were ended; call the step again to start new ones, with state from "
@@ -602,6 +608,11 @@ class RayPipeline:
         return self._sent
 
     @property
+    def closed(self) -> bool:
+        """Whether the workers were ended, by a fault or by `close`."""
+        return bool(self._closed)
+
+    @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of the workers."""
         return tuple(peer.pid for peer in self._peers)
@@ -642,10 +653,11 @@ def _actor(devices: int, rank: int, stage: str) -> Any:
 
 def _clean_up(peers: Sequence[_Peer], folder: Path, owns_ray: bool) -> None:  # noqa: FBT001
     """End what was started; also when the runtime is simply dropped, or Python ends."""
-    for peer in peers:
+    # Ray starts anew by itself if it is asked for something after its end.
+    for peer in peers if ray.is_initialized() else ():
         with contextlib.suppress(Exception):
             ray.kill(peer.actor, no_restart=True)
-    if owns_ray:
+    if owns_ray and ray.is_initialized():
         with contextlib.suppress(Exception):
             ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)

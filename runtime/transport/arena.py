@@ -17,6 +17,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,12 @@ def anonymous_memory(size: int) -> int:
     Raises:
         OSError: there is not enough memory, or the system has no such thing.
     """
-    if size > _available_bytes() * SHARE_OF_FREE_MEMORY:
-        raise OSError(errno.ENOMEM, "too little memory is free")
+    _check_room(size, available_bytes())
     try:
         descriptor = os.memfd_create("autopar", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError:  # forbidden in some sandboxes
+        folder = os.statvfs(SHM_FOLDER)
+        _check_room(size, folder.f_bavail * folder.f_frsize)  # which others need too
         descriptor = os.open(SHM_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         # All pages at once: memory that is missing shows here, not as a signal while copying.
@@ -60,12 +62,26 @@ def anonymous_memory(size: int) -> int:
     return descriptor
 
 
-def _available_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
+def _check_room(size: int, free: int) -> None:
+    if size > free * SHARE_OF_FREE_MEMORY:
+        raise OSError(errno.ENOMEM, f"too little memory is free: {free} bytes")
+
+
+def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int:
+    """Memory that the machine has left, and the container, if this is one; 0 if unknown."""
+    available = 0
+    with open(meminfo, encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
+                available = int(line.split()[1]) * 1024
+    try:
+        limit, used = (
+            Path(cgroup, name).read_text(encoding="ascii").strip()
+            for name in ("memory.max", "memory.current")
+        )
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, max(0, int(limit) - int(used)))
 
 
 def seal(descriptor: int) -> None:
@@ -186,7 +202,11 @@ class Arenas:
             except OSError:
                 continue
             seal(descriptor)
-            arena = Arena(len(self._arenas), map_memory(descriptor, size))
+            try:
+                arena = Arena(len(self._arenas), map_memory(descriptor, size))
+            except OSError:  # no address space, or no file descriptor, is left
+                os.close(descriptor)
+                continue
             self._arenas.append(arena)
             self._left -= size
             return arena, descriptor

@@ -166,8 +166,7 @@ def nothing_left() -> Iterator[None]:
     files, shared = open_files(), shared_memory_files()
     threads = set(threading.enumerate())
     yield
-    new_threads = [t for t in threading.enumerate() if t not in threads]
-    assert eventually(lambda: not any(t.is_alive() for t in new_threads)), new_threads
+    assert set(threading.enumerate()) <= threads  # they were waited for
     assert eventually(lambda: len(open_files()) <= len(files)), (files, open_files())
     assert eventually(lambda: set(shared_memory_files()) <= set(shared)), shared_memory_files()
 

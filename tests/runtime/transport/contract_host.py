@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import TransportError
-from autopar.runtime.transport.base import ArraySpec, Transport
+from autopar.runtime.transport.base import ArraySpec, Request, Transport
 from tests.runtime.transport.contract import (
     ALL_DTYPES,
     PATIENCE,
@@ -23,6 +25,7 @@ from tests.runtime.transport.contract import (
     bits,
     eventually,
     finish,
+    random_array,
     run_ranks,
     spec_of,
 )
@@ -225,3 +228,58 @@ class HostTransportContract(TransportContract):
         one = pair[1]
         got = run_ranks([pair[0], *[one] * 4], sends, *(waits(tag) for tag in range(4)))
         assert got[1:] == [0, 1, 2, 3]
+
+    def test_random_messages_between_all(
+        self, fabric: Fabric, three: list[Transport], *, full: bool
+    ) -> None:
+        """Each rank posts sends and receives in an order of its own, and drops what it got."""
+        for seed in range(40 if full else 3):
+            plan = _random_messages(np.random.default_rng(seed), count=60)
+            run_ranks(three, *(_carry_out(plan, seed) for _ in three))
+        assert eventually(lambda: all(fabric.lent(transport) == 0 for transport in three))
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    sender: int
+    target: int
+    tag: int
+    array: np.ndarray[Any, Any]
+
+
+def _random_messages(rng: np.random.Generator, *, count: int) -> list[_Message]:
+    """Messages whose (sender, target, tag) occur once or several times."""
+    made = []
+    for _ in range(count):
+        sender, target = map(int, rng.choice(3, size=2, replace=False))
+        size = int(rng.choice([0, 1, 500, 16_000, 40_000, 300_000]))
+        array = random_array((size,), str(rng.choice(["int8", "bfloat16", "complex64"])), rng)
+        made.append(_Message(sender, target, int(rng.integers(8)), array))
+    return made
+
+
+def _carry_out(plan: Sequence[_Message], seed: int) -> Body:
+    def body(transport: Transport) -> None:
+        mine = [m for m in plan if transport.rank in (m.sender, m.target)]
+        # Any interleaving of the (peer, tag) sequences, each of which keeps its order.
+        rng = np.random.default_rng([seed, transport.rank])
+        order = rng.permutation([_sequence(m) for m in mine]).tolist()
+        queues = {key: deque(m for m in mine if _sequence(m) == key) for key in set(order)}
+        posted: deque[tuple[Request, _Message]] = deque()
+        for key in order:
+            message = queues[key].popleft()
+            if message.sender == transport.rank:
+                request = transport.isend(message.target, message.tag, message.array)
+            else:
+                spec = spec_of(message.array)
+                request = transport.irecv(message.sender, message.tag, spec)
+            posted.append((request, message))
+        for request, message in posted:
+            (got,) = finish(transport, request)
+            assert got is None or bits(got) == bits(message.array)
+
+    return body
+
+
+def _sequence(message: _Message) -> int:
+    return message.sender * 100 + message.target * 10 + message.tag

@@ -23,13 +23,14 @@ from autopar.runtime.transport.shm import ShmTransport
 from autopar.runtime.transport.tcp import TcpTransport
 
 PATIENCE = 20.0
+CAPACITY = 1 << 24
 
 
 def make(name: str, rank: int, secret: bytes) -> Transport:
     """A transport of that name."""
     if name == "tcp":
         return TcpTransport(rank, secret=secret)
-    return ShmTransport(rank, secret=secret)
+    return ShmTransport(rank, secret=secret, capacity=CAPACITY)
 
 
 def _receive(transport: Transport, tag: str, size: str, dtype: str) -> Any:

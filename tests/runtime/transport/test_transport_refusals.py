@@ -8,13 +8,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
 from autopar.errors import TransportError
-from autopar.runtime.transport.base import ArraySpec, Transport
+from autopar.runtime.transport.base import DRIVER, ArraySpec, Transport
 from autopar.runtime.transport.handshake import dial
 from autopar.runtime.transport.shm import ShmTransport
 from autopar.runtime.transport.tcp import TcpTransport
@@ -153,6 +154,25 @@ def test_a_rank_connects_once(make: Make) -> None:
     works(zero, one, 1)
 
 
+def test_the_driver_is_a_rank_like_others(make: Make) -> None:
+    ranks = [make(rank, SECRET) for rank in (1, DRIVER, 0)]
+    connect_all(ranks)
+    one, driver, zero = ranks
+    works(one, driver, 1)
+    works(driver, zero, 2)
+    with pytest.raises(TransportError, match="rank -1"):
+        driver.wait([driver.irecv(0, 5, ArraySpec((1,), "int8"))], timeout=SHORT / 4)
+
+
+def test_an_aborted_rank_lets_nobody_in(make: Make) -> None:
+    zero, one = make(0, SECRET), make(1, SECRET)
+    zero.abort("too late")
+    with pytest.raises(TransportError, match="too late"):
+        zero.connect({1: one.address}, timeout=PATIENCE)
+    with pytest.raises(TransportError, match="rank 1 cannot connect to rank 0"):
+        one.connect({0: zero.address}, timeout=PATIENCE)
+
+
 def test_an_address_of_another_rank(make: Make) -> None:
     zero, one, two = make(0, SECRET), make(1, SECRET), make(2, SECRET)
     with pytest.raises(TransportError, match="rank 2 cannot connect to rank 1") as caught:
@@ -188,8 +208,46 @@ def test_a_rank_that_never_comes(make: Make) -> None:
         zero.connect({1: "", 3: ""}, timeout=SHORT)
 
 
+def test_a_dialer_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, one = shm(0, SECRET), shm(1, SECRET)
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with pytest.raises(TransportError, match="rank 1 cannot connect to rank 0"):
+        one.connect({0: zero.address}, timeout=PATIENCE)
+    with pytest.raises(TransportError, match=f"was refused: it is of user {mine}"):
+        zero.connect({1: one.address}, timeout=SHORT)
+    monkeypatch.undo()
+    connect_all([zero, one])
+    zero.close()
+    one.close()
+
+
+def test_an_abort_reaches_ranks_that_are_connected_through_others(make: Make) -> None:
+    chain = [make(rank, SECRET) for rank in range(4)]
+    for one, other in pairwise(chain):
+        connect_all([one, other])
+    request = chain[3].irecv(2, 1, ArraySpec((2,), "int32"))
+    chain[0].abort("the first rank stops")
+    with pytest.raises(TransportError, match="rank 0: the first rank stops") as caught:
+        chain[3].wait([request], timeout=PATIENCE)
+    assert "the transfers of rank 3 were aborted" in str(caught.value)
+
+
+def test_an_abort_passes_by_what_waits_to_be_sent(make: Make) -> None:
+    """A peer that is slow to read hears of it at the next frame, not after all of them."""
+    zero, one = make(0, SECRET), make(1, SECRET)
+    connect_all([zero, one])
+    array = np.zeros(30_000, np.int8)  # too small for shared memory
+    sends = [zero.isend(1, tag, array) for tag in range(300)]
+    request = one.irecv(0, 999, ArraySpec((2,), "int32"))
+    zero.abort("enough")
+    with pytest.raises(TransportError, match="rank 0: enough"):
+        one.wait([request], timeout=PATIENCE)
+    assert all(send.done() for send in sends)
+
+
 def _array_header(**changed: Any) -> bytes:
-    values = {"tag": 1, "nbytes": 8, "spec": ArraySpec((2,), "int32")} | changed
+    values: dict[str, Any] = {"tag": 1, "nbytes": 8, "spec": ArraySpec((2,), "int32")} | changed
     return encode(Header(Kind.MESSAGE, **values))
 
 
