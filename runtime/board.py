@@ -48,8 +48,8 @@ class BoardRow:
     """A worker's side."""
 
     def __init__(self, path: str, rank: int) -> None:
-        self._map = map_board(Path(path))
-        self._row = np.frombuffer(self._map, np.int64)[rank * ROW : (rank + 1) * ROW]
+        numbers = memoryview(map_board(Path(path))).cast("q")
+        self._row = numbers[rank * ROW : (rank + 1) * ROW]
 
     def write(self, step: int, position: int) -> None:
         """Say where the worker is."""

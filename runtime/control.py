@@ -1,7 +1,9 @@
 """What the driver and a worker tell each other, over the transport that carries the arrays.
 
-A message is two frames: `int64 [2]` with its kind and the length of its body, and the body, int64
-or bytes. Nothing but numbers and texts travels, and nothing is unpickled.
+A message is one frame, `int64 [frame_size]`: its kind, the length of its body, the body, and zeros.
+The size is the same for all messages to a worker, so that it can be expected before it comes. A
+reply is `int64 [2]` with a status and the length of the text that follows, if there is one. Nothing
+but numbers and texts travels, and nothing is unpickled.
 
 | kind   | body                                                       | reply            |
 |--------|------------------------------------------------------------|------------------|
@@ -43,37 +45,39 @@ OK, FAILED = 0, 1
 FED = -1
 """In place of a handle: the array comes over the transport."""
 
-HEAD_TAG, BODY_TAG, REPLY_TAG, TEXT_TAG = 0, 1, 2, 3
+MESSAGE_TAG, REPLY_TAG, TEXT_TAG = 0, 1, 2
 """Tags below those of any array (see runtime.transfer.TILES_PER_TAG)."""
 
 FIRST_ARRAY_TAG = 1
 """Transfer tags of arrays between driver and worker start here."""
 
+DELETES = 64
+"""Handles that one message may ask to delete; more wait for the next."""
+
 _HEAD = ArraySpec((2,), "int64")
 
 
-def send_message(transport: Transport, peer: int, kind: Kind, body: Any, timeout: float) -> None:
-    """Send a message of numbers."""
-    numbers = np.ascontiguousarray(body, dtype=np.int64)
-    head = np.array([int(kind), numbers.size], dtype=np.int64)
-    requests = [transport.isend(peer, HEAD_TAG, head)]
-    if numbers.size:
-        requests.append(transport.isend(peer, BODY_TAG, numbers))
-    transport.wait(requests, timeout=timeout)
+def frame_size(feeds: int) -> int:
+    """Numbers in a message to a worker that is fed so many arrays in a step."""
+    return 4 + 2 * feeds + DELETES
+
+
+def send_message(transport: Transport, peer: int, kind: Kind, body: Any, frame: int) -> Any:
+    """Send a message of numbers; the request that is done when it has left."""
+    numbers = np.zeros(frame, np.int64)
+    numbers[0], numbers[1] = int(kind), len(body)
+    numbers[2 : 2 + len(body)] = body
+    return transport.isend(peer, MESSAGE_TAG, numbers)
 
 
 def receive_message(
-    transport: Transport, peer: int, timeout: float
+    transport: Transport, peer: int, frame: int, timeout: float
 ) -> tuple[Kind, tuple[int, ...]]:
     """Wait for a message of numbers."""
-    head = transport.irecv(peer, HEAD_TAG, _HEAD)
-    transport.wait([head], timeout=timeout)
-    kind, size = (int(number) for number in head.result())
-    if not size:
-        return Kind(kind), ()
-    body = transport.irecv(peer, BODY_TAG, ArraySpec((size,), "int64"))
-    transport.wait([body], timeout=timeout)
-    return Kind(kind), tuple(int(number) for number in body.result())
+    request = transport.irecv(peer, MESSAGE_TAG, ArraySpec((frame,), "int64"))
+    transport.wait([request], timeout=timeout)
+    kind, size, *body = request.result().tolist()
+    return Kind(kind), tuple(body[:size])
 
 
 def send_reply(transport: Transport, peer: int, status: int, text: str, timeout: float) -> None:

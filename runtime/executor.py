@@ -183,6 +183,11 @@ class Executor:
             Fetch: self._fetch,
             Mark: self._set_mark,
         }
+        # Per instruction, worked out once: what carries it out, and what must be there before.
+        self._code = tuple(
+            (item, self._actions[type(item)], tuple(_reads(item)), self._given_up(item))
+            for item in program.instructions
+        )
         self._last: deque[Sequence[Any]] = deque()
         self._newest: Sequence[Any] = ()
         self._number, self._position, self._mark = -1, -1, ""
@@ -236,15 +241,17 @@ class Executor:
         keys = frozenset(given_away)
         try:
             self._bound_steps()
-            for position, instruction in enumerate(self.program.instructions):
+            report = self._report
+            for position, (instruction, act, reads, leaves) in enumerate(self._code):
                 self._position = position
-                if self._report is not None:
-                    self._report(number, position)
+                if report is not None:
+                    report(number, position)
                 if isinstance(instruction, Feed):
                     if (instruction.argument, instruction.micro) not in keys:
                         self._borrowed.add(instruction.buffer)
-                yield from self._make_ready(instruction)
-                self._actions[type(instruction)](instruction)
+                if reads and (self._arriving or leaves):
+                    yield from self._make_ready(reads, leaves)
+                act(instruction)
             yield from self._finish()
         except Exception as error:
             raise self._error(error) from error
@@ -281,13 +288,18 @@ class Executor:
 
     # What must be there before an instruction may run.
 
-    def _make_ready(self, instruction: Instruction) -> Waits:
-        for buffer in _reads(instruction):
+    def _given_up(self, item: Instruction) -> tuple[str, ...]:
+        """The buffers that an instruction gives away: they must have left before."""
+        if not isinstance(item, Run):
+            return ()
+        return tuple(item.inputs[position] for position in self._donated[item.task])
+
+    def _make_ready(self, reads: tuple[str, ...], leaves: tuple[str, ...]) -> Waits:
+        for buffer in reads:
             if buffer in self._arriving:
                 yield from self._arrive(buffer)
-        if isinstance(instruction, Run):
-            for position in self._donated[instruction.task]:
-                yield from self._leave(instruction.inputs[position])
+        for buffer in leaves:
+            yield from self._leave(buffer)
 
     def _arrive(self, buffer: str) -> Waits:
         messages = self._arriving[buffer]

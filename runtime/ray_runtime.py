@@ -35,11 +35,13 @@ from autopar.lower.instructions import WHOLE, ArgumentUse, BufferSpec, StepProgr
 from autopar.runtime.arrays import DistributedArray
 from autopar.runtime.board import Board
 from autopar.runtime.control import (
+    DELETES,
     FAILED,
     FED,
     FIRST_ARRAY_TAG,
     Kind,
     expect_reply,
+    frame_size,
     read_reply,
     send_message,
 )
@@ -335,12 +337,17 @@ class RayPipeline:
         self, peer: _Peer, number: int, first: int, args: Mapping[Key, tuple[int, bool, Any]]
     ) -> None:
         rows = [args[key] for key, _ in peer.feeds]
-        unwanted, peer.unwanted = peer.unwanted, []
+        unwanted, peer.unwanted = peer.unwanted[:DELETES], peer.unwanted[DELETES:]
         body = [number, first, *(row[0] for row in rows), *(int(row[1]) for row in rows), *unwanted]
-        send_message(self._transport, peer.rank, Kind.STEP, body, self.timeout)
+        self._tell(peer, Kind.STEP, body)
         for place, (_, _, array) in enumerate(rows):
             if array is not None:
                 self._feed(peer, place, array)
+
+    def _tell(self, peer: _Peer, kind: Kind, body: Sequence[int]) -> None:
+        request = send_message(self._transport, peer.rank, kind, body, frame_size(len(peer.feeds)))
+        if not request.done():
+            self._transport.wait([request], timeout=self.timeout)
 
     def _feed(self, peer: _Peer, place: int, array: Any) -> None:
         plan, spec = peer.plans[place], peer.feeds[place][1]
@@ -522,7 +529,7 @@ class RayPipeline:
             peer = self._peers[use.rank]
             place = [key for key, _ in peer.feeds].index((number, WHOLE))
             handle, self._next = self._next, self._next + 1
-            send_message(self._transport, peer.rank, Kind.PUT, [place, handle], self.timeout)
+            self._tell(peer, Kind.PUT, [place, handle])
             self._feed(peer, place, array)
             self._reply(peer)
             parts[use.rank], specs[use.rank] = handle, peer.feeds[place][1]
@@ -543,7 +550,7 @@ class RayPipeline:
                     for index, tile in enumerate(plan.tiles)
                 ]
                 body = [handle, FIRST_ARRAY_TAG]
-                send_message(self._transport, rank, Kind.FETCH, body, self.timeout)
+                self._tell(peer, Kind.FETCH, body)
                 self._reply(peer)
                 self._transport.wait(requests, timeout=self.timeout)
             except TransportError as error:
@@ -574,7 +581,7 @@ class RayPipeline:
                 return
             self.settle()
             for rank, handle in parts.items():
-                send_message(self._transport, rank, Kind.DELETE, [handle], self.timeout)
+                self._tell(self._peers[rank], Kind.DELETE, [handle])
                 self._reply(self._peers[rank])
 
     # --- what can be asked -----------------------------------------------------------------------
@@ -585,10 +592,11 @@ class RayPipeline:
         with self._lock:
             self.settle()
             for peer in self._peers:
-                unwanted, peer.unwanted = peer.unwanted, []
-                send_message(self._transport, peer.rank, Kind.DELETE, unwanted, self.timeout)
-                self._reply(peer)
-                send_message(self._transport, peer.rank, Kind.STATS, [], self.timeout)
+                while peer.unwanted:
+                    some, peer.unwanted = peer.unwanted[:DELETES], peer.unwanted[DELETES:]
+                    self._tell(peer, Kind.DELETE, some)
+                    self._reply(peer)
+                self._tell(peer, Kind.STATS, [])
                 found.append(json.loads(self._reply(peer)))
         return found
 
@@ -598,7 +606,7 @@ class RayPipeline:
         with self._lock:
             self.settle()
             for peer in self._peers:
-                send_message(self._transport, peer.rank, Kind.EVENTS, [int(on)], self.timeout)
+                self._tell(peer, Kind.EVENTS, [int(on)])
                 found.append(json.loads(self._reply(peer)))
         return found
 
@@ -623,7 +631,7 @@ class RayPipeline:
             if not self._closed:
                 for peer in self._peers:
                     with contextlib.suppress(Exception):
-                        send_message(self._transport, peer.rank, Kind.END, [], 1.0)
+                        self._tell(peer, Kind.END, [])
             self._closed = self._closed or "the runtime was closed"
             if self._transport is not None:
                 self._transport.close()

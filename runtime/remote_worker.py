@@ -23,6 +23,7 @@ from autopar.runtime.control import (
     FIRST_ARRAY_TAG,
     OK,
     Kind,
+    frame_size,
     receive_message,
     send_reply,
 )
@@ -107,6 +108,7 @@ class RemoteWorker:
         )
         self._program: WorkerProgram | None = None
         self._specs: dict[int, BufferSpec] = {}
+        self._feeds: tuple[tuple[Key, BufferSpec], ...] = ()
 
     def _record(self, event: Event) -> None:
         if self._events is not None:
@@ -154,7 +156,9 @@ class RemoteWorker:
         """
         try:
             while True:
-                kind, body = receive_message(self._transport, DRIVER, FOREVER)
+                kind, body = receive_message(
+                    self._transport, DRIVER, frame_size(len(self._feeds)), FOREVER
+                )
                 if kind is Kind.END:
                     return ""
                 send_reply(self._transport, DRIVER, *self._do(kind, body), self.timeout)
