@@ -313,15 +313,20 @@ def _check_order(schedule: Schedule) -> None:
                 moved = True
         if not moved:
             break
-    for rank, row in enumerate(schedule.ranks):
-        if at[rank] < len(row):
-            cell = row[at[rank]]
-            raise _fail(
-                schedule, f"{cell} waits for {follow.waits_for(cell)} for ever", rank, at[rank]
-            )
+    stuck = [rank for rank, row in enumerate(schedule.ranks) if at[rank] < len(row)]
+    # The cause is where a rank waits for what it would do itself later on.
+    stuck.sort(key=lambda rank: not _waits_for_itself(follow, schedule.ranks[rank], at[rank]))
+    for rank in stuck:
+        cell = schedule.ranks[rank][at[rank]]
+        raise _fail(schedule, f"{cell} waits for {follow.waits_for(cell)} for ever", rank, at[rank])
     if follow.sent != follow.received:
         lost = sorted(str(action) for action in follow.sent ^ follow.received)
         raise _fail(schedule, f"no receive or no send for {', '.join(lost)}")
+
+
+def _waits_for_itself(follow: _Follow, row: tuple[Cell, ...], place: int) -> bool:
+    later = {str(action) for cell in row[place:] for action in parts(cell)}
+    return follow.waits_for(row[place]) in later
 
 
 class _Follow:

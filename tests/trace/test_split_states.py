@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from autopar.errors import MicrobatchError
-from autopar.trace.microbatch import micro_join, micro_slice
 from autopar.rules.registry import rules_of
 from autopar.trace.batch import (
     ONCE,
@@ -27,6 +26,7 @@ from autopar.trace.batch import (
 )
 from autopar.trace.build import build_graph
 from autopar.trace.jaxpr import trace_function
+from autopar.trace.microbatch import micro_join, micro_slice
 
 COUNT = 2
 

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from autopar.trace.microbatch import run_microbatched
 from autopar.rules.registry import rules_of
 from autopar.trace.backward import (
     BACKWARD,
@@ -22,6 +21,7 @@ from autopar.trace.backward import (
 from autopar.trace.batch import AFTER, BEFORE, LOOP, batch_values
 from autopar.trace.build import build_graph
 from autopar.trace.jaxpr import trace_function
+from autopar.trace.microbatch import run_microbatched
 from tests.models.loss_variants import (
     LOSSES,
     mean_loss,
