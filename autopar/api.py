@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError, ClusterError, TransformError
+from autopar.errors import ArgumentError, ClusterError, PlanError, TransformError
 from autopar.guard import refuse_transforms, traced_leaves
 from autopar.lower.from_plan import program_of
 from autopar.lower.spmd import spmd_function
@@ -93,16 +93,12 @@ def _staged_method(method: Method, cluster: Cluster) -> PipeshardParallel | Shar
         return method
     if isinstance(method, ShardParallel) and method.num_micro_batches > 1:
         return method
-    if cluster.kind == "ray":
+    if cluster.kind == "ray" and cluster.size == cluster.shape[-1]:
+        # One host: one stage, in one worker.
         if isinstance(method, Auto):
             return ShardParallel(memory_bytes=method.memory_bytes, time_limit=method.time_limit)
         if isinstance(method, ShardParallel):
             return method
-        raise ClusterError(
-            f"{type(method).__name__} does not run on Ray workers yet",
-            got=str(cluster),
-            remedy="ShardParallel or PipeshardParallel, or cluster=Cluster.local()",
-        )
     return None
 
 
@@ -144,9 +140,10 @@ class _Whole:
         cluster = self.frozen.cluster
         if cluster.kind == "ray":
             raise ClusterError(
-                "this plan is one program for all devices, and Ray workers run stages",
+                "a plan that is one program for all devices does not run on Ray workers yet",
                 got=str(cluster),
-                remedy="plan again with cluster=Cluster.ray(...)",
+                why="each worker runs the stages of a pipeline on its own devices",
+                remedy="PipeshardParallel(...), or cluster=Cluster.local()",
             )
         ids = cluster.device_ids if cluster.kind == "local" else ()
         devices = local_devices(self.program.mesh.size, ids)
@@ -296,6 +293,17 @@ class ParallelFunction:
         entry = self._entry(args, kwargs)
         results = entry.inline(self._flatten(args, kwargs)[0])
         return jax.tree.unflatten(entry.traced.function.out_tree, results)
+
+    def runtime(self, *args: Any, **kwargs: Any) -> Any:
+        """What runs a pipeline (runtime.pipeline.LocalPipeline or the Ray runtime); starts it.
+
+        Raises:
+            PlanError: the plan for these arguments is one program, which has no workers.
+        """
+        entry = self._entry(args, kwargs)
+        if not isinstance(entry, _Staged):
+            raise PlanError("this plan is one program: there are no workers")
+        return entry.local.runtime
 
     def close(self) -> None:
         """End the workers that were started for this function; it starts new ones when called."""

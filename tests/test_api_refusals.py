@@ -113,9 +113,28 @@ def test_a_plan_of_other_shapes_names_the_argument() -> None:
     assert "planned float32[8]" in caught.value.got
 
 
-def test_a_ray_cluster_is_planned_for_and_not_run() -> None:
+def test_one_program_over_several_workers_is_planned_for_and_not_run() -> None:
     step = ap.parallelize(lambda x: x * 2.0, cluster=ap.Cluster.ray(2, 4))
-    assert step.plan(jnp.ones(8)).mesh.size == 8
-    with pytest.raises(ap.errors.ClusterError, match="cannot be run yet") as caught:
+    plan = step.plan(jnp.ones(8))
+    assert isinstance(plan, ap.Plan)
+    assert plan.mesh.size == 8
+    with pytest.raises(ap.errors.ClusterError, match="does not run on Ray workers yet") as caught:
         step(jnp.ones(8))
-    assert "Cluster.local()" in caught.value.remedy
+    assert "PipeshardParallel" in caught.value.remedy
+
+
+def test_a_pipeline_is_not_part_of_another_program() -> None:
+    step = ap.parallelize(
+        jax.grad(lambda w, x: jnp.sum((x @ w) ** 2)),
+        method=ap.ShardParallel(num_micro_batches=2),
+        batch_argnums=(1,),
+    )
+    with pytest.raises(ap.errors.TransformError, match="inside jax.jit"):
+        jax.jit(step)(jnp.ones((8, 8)), jnp.ones((8, 8)))
+
+
+def test_micro_batches_need_a_batch() -> None:
+    step = ap.parallelize(_loss, method=ap.ShardParallel(num_micro_batches=2))
+    with pytest.raises(ap.errors.MicrobatchError) as caught:
+        step(jnp.ones(8))
+    assert "batch_argnums" in caught.value.remedy

@@ -20,12 +20,12 @@ import jax
 import numpy as np
 
 from autopar.errors import MicrobatchError
-from autopar.trace.microbatch import run_microbatched
 from autopar.rules.registry import rules_of
 from autopar.trace.backward import REGIONS, RUNS, MicroSplit, split_step
 from autopar.trace.batch import batch_values
 from autopar.trace.build import build_graph
 from autopar.trace.jaxpr import trace_function
+from autopar.trace.microbatch import run_microbatched
 from tests.models.loss_variants import Variant, refused_variants, variants
 
 COUNTS = (1, 2, 4)

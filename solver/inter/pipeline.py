@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, MicrobatchError
 from autopar.ir.graph import Literal, OpGraph
 from autopar.ir.sharding import Sharding, replicated
 from autopar.layers.divide import Divided, Staged, divide_step, into_stages
@@ -61,6 +61,12 @@ def solve_pipeline(
     """
     begin = time.perf_counter()
     progress("dividing the batch")
+    if method.num_micro_batches > 1 and not batch:
+        raise MicrobatchError(
+            "no argument is the batch",
+            why="micro-batches are slices of the arguments that hold one row per example",
+            remedy="name these arguments in batch_argnums",
+        )
     pairs = tuple(sorted(batch.items()))
     values = [(graph.inputs[position].value, dim) for position, dim in pairs]
     divided = divide_step(graph, rules, values, method.num_micro_batches)
