@@ -27,7 +27,7 @@ from autopar.staged import StagedPlan
 from autopar.trace.jaxpr import Leaf, ensure_jitted
 
 
-def load_plan(path: str | os.PathLike[str]) -> Plan | StagedPlan:
+def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan file, of either kind.
 
     Raises:
@@ -102,7 +102,7 @@ def _staged_method(method: Method, cluster: Cluster) -> PipeshardParallel | Shar
     return None
 
 
-def _solve(traced: Traced, options: Options, progress: Callable[[str], None]) -> Plan | StagedPlan:
+def _solve(traced: Traced, options: Options, progress: Callable[[str], None]) -> Plan:
     cluster = _as_cluster(options.cluster)
     batch = batch_leaves(traced.function.inputs, options)
     staged = _staged_method(options.method, cluster)
@@ -198,7 +198,7 @@ class ParallelFunction:
     """
 
     def __init__(
-        self, function: Callable[..., Any], options: Options, plan: Plan | StagedPlan | None = None
+        self, function: Callable[..., Any], options: Options, plan: Plan | None = None
     ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._function = ensure_jitted(function)
@@ -221,7 +221,7 @@ class ParallelFunction:
         results = entry.local.run(leaves)
         return jax.tree.unflatten(entry.traced.function.out_tree, results)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan | StagedPlan:
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ShapeDtypeStructs); runs nothing."""
         return self._entry(args, kwargs).plan
 
@@ -284,7 +284,7 @@ class ParallelFunction:
         key = self._flatten(args, kwargs)[1]
         if key not in self._entries:
             plan = self._plan or _solve(traced, self._options, lambda text: None)
-            made = _Whole if isinstance(plan, Plan) else _Staged
+            made = _Staged if isinstance(plan, StagedPlan) else _Whole
             self._entries[key] = made(plan.frozen, traced)  # type: ignore[arg-type]
         return self._entries[key]
 
@@ -322,7 +322,7 @@ def _check_kinds(cluster: object, method: object, plan: object) -> None:
     given = (
         ("cluster", cluster, (Cluster, str), "Cluster.local(), or a text such as abstract:2x4"),
         ("method", method, METHODS, "an object such as autopar.Auto()"),
-        ("plan", plan, (Plan, StagedPlan), "autopar.load_plan(path)"),
+        ("plan", plan, (Plan,), "autopar.load_plan(path)"),
     )
     for name, value, kinds, remedy in given:
         if value is not None and not isinstance(value, kinds):
@@ -363,7 +363,7 @@ def parallelize(  # noqa: PLR0913 - keyword options of the public contract
     *,
     cluster: Cluster | str | None = None,
     method: Method | None = None,
-    plan: Plan | StagedPlan | None = None,
+    plan: Plan | None = None,
     batch_argnums: Sequence[int] = (),
     batch_argnames: Sequence[str] = (),
     batch_dims: int | Mapping[int | str, int] = 0,
@@ -408,7 +408,7 @@ def make_plan(  # noqa: PLR0913 - keyword options of the public contract
     state_argnums: Sequence[int] | None = None,
     progress: Callable[[str], None] = lambda text: None,
     **kwargs: Any,
-) -> Plan | StagedPlan:
+) -> Plan:
     """The plan of `function(*args, **kwargs)`; arguments may be ShapeDtypeStructs, nothing runs.
 
     Args:

@@ -1,4 +1,4 @@
-"""The command line: `autopar demo | plan | show | audit`.
+"""The command line: `autopar demo | plan | show | audit | schedule`.
 
 A command ends with 0 if all is well, 1 if what it checked is not, and 2 if it could not work.
 """
@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,10 @@ from autopar.files import write_atomically
 from autopar.ir.mesh import Mesh
 from autopar.launch import request_cpu_devices
 from autopar.report.picture import plan_picture
+from autopar.report.timeline import save_picture, save_trace
+from autopar.staged import StagedPlan
 from autopar.target import load_target
+from autopar.timelines import measured_chart, simulated_chart
 
 TRACEBACK = "--traceback"
 
@@ -42,6 +46,7 @@ METHODS: dict[str, Callable[..., methods.Method]] = {
     "data-parallel": methods.DataParallel,
     "zero2": methods.Zero2Parallel,
     "zero3": methods.Zero3Parallel,
+    "pipeline": methods.PipeshardParallel,
 }
 
 app = typer.Typer(
@@ -53,6 +58,15 @@ app = typer.Typer(
 
 _Target = Annotated[str, typer.Argument(metavar="FILE.py:make", help="or module:make")]
 _MethodName = Annotated[str, typer.Option("--method", help=" | ".join(METHODS))]
+_Stages = Annotated[
+    str, typer.Option("--stages", help="Number of stages, or auto; for --method pipeline.")
+]
+_MicroBatches = Annotated[
+    int, typer.Option("--micro-batches", min=1, help="Slices of the batch; for pipeline and shard.")
+]
+_Schedule = Annotated[
+    str, typer.Option("--schedule", help=" | ".join(methods.SCHEDULE_NAMES) + ", for pipeline.")
+]
 _PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.json")]
 
 
@@ -67,7 +81,7 @@ def _options(
 
 
 @app.command()
-def plan(
+def plan(  # noqa: PLR0913 - options of the command
     target: _Target,
     *,
     cluster: Annotated[
@@ -80,12 +94,15 @@ def plan(
     solver: Annotated[
         str, typer.Option(help="auto | elimination | ilp-highs | ilp-cbc, for --method shard")
     ] = "auto",
+    stages: _Stages = "",
+    micro_batches: _MicroBatches = 1,
+    schedule: _Schedule = "1f1b",
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="NAME.plan.json without.")
     ] = None,
 ) -> None:
     """Plan a function; nothing runs. make() returns (step, args) or (step, args, batch_argnums)."""
-    how = parse_method(method, mesh, solver)
+    how = choose_method(method, mesh, solver, Pipeline(stages or "auto", micro_batches, schedule))
     where = parse_cluster(cluster)
     wanted = load_target(target)
     with _spinner(f"planning {wanted.name}") as progress:
@@ -110,13 +127,45 @@ def show(
     picture: Annotated[
         Path | None, typer.Option(help="Draw the plan into this SVG file too.")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a pipeline's simulated step as a Chrome trace (ui.perfetto.dev)."),
+    ] = None,
 ) -> None:
     """Show a saved plan."""
     loaded = load_plan(file)
     typer.echo(loaded.summary(width=_width()), nl=False)
     if picture is not None:
-        write_atomically(picture, plan_picture(loaded.frozen))
+        if isinstance(loaded, StagedPlan):
+            save_picture([simulated_chart(loaded.frozen)], picture)
+        else:
+            write_atomically(picture, plan_picture(loaded.frozen))
         typer.echo(f"\ndrawn into {picture}")
+    if trace is not None:
+        if not isinstance(loaded, StagedPlan):
+            raise ArgumentError(
+                "only a pipeline has a timeline", got=str(file), remedy="--picture draws this plan"
+            )
+        save_trace(simulated_chart(loaded.frozen), trace)
+        typer.echo(f"\ntrace in {trace}")
+
+
+@app.command()
+def schedule(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=" | ".join(methods.SCHEDULE_NAMES))],
+    *,
+    stages: Annotated[int, typer.Option(min=1)] = 4,
+    micro_batches: Annotated[int, typer.Option("--micro-batches", min=1)] = 8,
+    sends: Annotated[bool, typer.Option("--sends", help="With sends and receives.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write it here too, one row a rank.")] = None,
+) -> None:
+    """Show a schedule: who does what in which order, and how long it takes if B = 2 F."""
+    rooms = importlib.import_module("autopar.solver.schedules.show")
+    made, text = rooms.show_schedule(name, stages, micro_batches, sends=sends)
+    typer.echo(text)
+    if csv is not None:
+        made.to_csv(csv)
+        typer.echo(f"saved to {csv}")
 
 
 @app.command()
@@ -132,28 +181,65 @@ def audit(file: _PlanFile, target: _Target) -> None:
 
 
 @app.command()
-def demo(
+def demo(  # noqa: PLR0913 - options of the command
     *,
     devices: Annotated[int, typer.Option(min=1, help="Virtual CPU devices.")] = 8,
     steps: Annotated[int, typer.Option(min=1)] = 300,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     method: _MethodName = "auto",
+    cluster: Annotated[
+        str, typer.Option(help="ray:2x4 trains on Ray workers; this process's devices without.")
+    ] = "",
+    stages: _Stages = "2",
+    micro_batches: _MicroBatches = 4,
+    schedule: _Schedule = "1f1b",
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Save the plan here too.")
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw a pipeline's step, simulated and measured, here.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a pipeline's measured step as a Chrome trace here.")
+    ] = None,
 ) -> None:
     """Train a small transformer on a mesh and on one device, and compare the two."""
-    how = parse_method(method, "", "auto")
+    pipelined = method == "pipeline" or cluster.startswith("ray:")
+    how = choose_method(
+        "pipeline" if pipelined else method, "", "auto", Pipeline(stages, micro_batches, schedule)
+    )
     training = _training()
     config = importlib.import_module("autopar.demo").DemoConfig(steps=steps, seed=seed)
-    _request_devices(devices)
+    _request_devices(1 if cluster else devices)
+    where = Cluster.parse(cluster) if cluster else None
     with _spinner("planning the train step"):
-        ready = training.plan_demo(config, devices=devices, method=how)
+        ready = training.plan_demo(config, devices=devices, method=how, cluster=where)
     if output is not None:
         ready.plan.save(output)
-    result = run_demo(ready)
+    try:
+        result = run_demo(ready)
+        _draw_timelines(ready, picture, trace)
+    finally:
+        ready.step.close()
     if result.failures():
         raise typer.Exit(NOT_OK)
+
+
+def _draw_timelines(ready: Any, picture: Path | None, trace: Path | None) -> None:
+    """A pipeline's step as it was simulated, and as it was measured."""
+    if picture is None and trace is None:
+        return
+    if not isinstance(ready.plan, StagedPlan):
+        raise ArgumentError("only a pipeline has a timeline", remedy="--method pipeline")
+    events = ready.measure()
+    last = max(event["step"] for row in events for event in row)
+    measured = measured_chart(ready.plan.frozen, events, last)
+    if picture is not None:
+        save_picture([simulated_chart(ready.plan.frozen), measured], picture)
+        typer.echo(f"drawn into {picture}")
+    if trace is not None:
+        save_trace(measured, trace)
+        typer.echo(f"trace in {trace}")
 
 
 def run_demo(ready: Any) -> Any:
@@ -238,6 +324,40 @@ def parse_method(name: str, mesh: str = "", solver: str = "auto") -> methods.Met
         )
     sizes = Mesh.parse(mesh).sizes if mesh else None
     return methods.ShardParallel(logical_mesh=sizes, solver=solver)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The options of a pipeline as they were typed."""
+
+    stages: str
+    micro_batches: int
+    schedule: str
+
+
+def choose_method(name: str, mesh: str, solver: str, pipeline: Pipeline) -> methods.Method:
+    """The method of that name, with all that was asked for.
+
+    Raises:
+        ArgumentError: there is no such method, or an option does not belong to it.
+    """
+    if name != "pipeline":
+        made = parse_method(name, mesh, solver)
+        count = pipeline.micro_batches
+        if isinstance(made, methods.ShardParallel | methods.Auto) and count > 1 and name == "shard":
+            made = replace(made, num_micro_batches=count)
+        return made
+    if pipeline.stages != "auto" and not re.fullmatch(r"[1-9]\d*", pipeline.stages):
+        raise ArgumentError("--stages is a number or auto", got=repr(pipeline.stages))
+    sizes = Mesh.parse(mesh).sizes if mesh else None
+    return methods.PipeshardParallel(
+        pipeline.micro_batches,
+        stages=methods.AutoStages()
+        if pipeline.stages == "auto"
+        else methods.UniformStages(int(pipeline.stages)),
+        schedule=pipeline.schedule,
+        shard=methods.ShardParallel(logical_mesh=sizes, solver=solver),
+    )
 
 
 def parse_cluster(text: str) -> Cluster:

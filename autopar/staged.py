@@ -8,24 +8,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import PartitionSpec
-
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
+from autopar.ir.mesh import Mesh
 from autopar.lower.pipeline import LoweredPipeline, lower_pipeline
-from autopar.lower.spmd import partition_spec
+from autopar.lower.program import Program
 from autopar.plan.pipeline import PipelinePlan, StagePlan
 from autopar.plan.pipeline_json import save_pipeline
-from autopar.plan.plan import CostSummary, PricedCollective, SolverReport
+from autopar.plan.plan import PricedCollective
 from autopar.plan.schedule import Schedule
-from autopar.plans import COMPILE_SECONDS, Traced, report_room, trace
+from autopar.plans import COMPILE_SECONDS, Plan, report_room, trace
 
 if TYPE_CHECKING:
     from autopar.report.audit import AuditReport
+    from autopar.report.check import CheckReport
 
 
 @dataclass(frozen=True, slots=True)
-class StagedPlan:
+class StagedPlan(Plan):
     """A pipeline plan, and the function it is for if it is known.
 
     Attributes:
@@ -33,18 +33,12 @@ class StagedPlan:
         traced: the function; None for a plan that was only loaded (see `bind`).
     """
 
-    frozen: PipelinePlan
-    traced: Traced | None = None
+    frozen: PipelinePlan  # type: ignore[assignment]
 
     @property
-    def cost(self) -> CostSummary:
-        """Predicted seconds of a step and bytes of the fullest device."""
-        return self.frozen.cost
-
-    @property
-    def solver(self) -> SolverReport:
-        """How the stages were found, and how good they are known to be."""
-        return self.frozen.solver
+    def mesh(self) -> Mesh:
+        """All devices in a line; each stage has a logical mesh of its own."""
+        return Mesh.of(self.devices)
 
     @property
     def cluster(self) -> Cluster:
@@ -71,11 +65,18 @@ class StagedPlan:
         """What will run inside the stages; what goes from stage to stage is in the schedule."""
         return tuple(line for stage in self.stages for line in stage.plan.collectives)
 
-    def partition_specs(self) -> tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]:
-        """PartitionSpecs of arguments and results, by path, on the mesh of their stage."""
-        sides = (self.frozen.inputs, self.frozen.outputs)
-        made = [{leaf.name: partition_spec(leaf.sharding) for leaf in side} for side in sides]
-        return made[0], made[1]
+    def program(self) -> Program:
+        """Refused: a pipeline is several programs, see `lower`."""
+        raise PlanError(
+            "a pipeline is several programs", remedy="plan.lower(): tasks and instruction lists"
+        )
+
+    def check(self) -> CheckReport:
+        """Refused: the independent check of prices does not know stages yet."""
+        raise PlanError(
+            "the independent check does not cover pipelines yet",
+            remedy="plan.audit() holds what is compiled against what was planned",
+        )
 
     def summary(self, *, width: int = 100) -> str:
         """The plan as text, to be read by people."""

@@ -8,6 +8,8 @@ stages overlap by themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,10 +67,13 @@ class LocalPipeline:
         timeout: float = 60.0,
     ) -> None:
         self.step = step
-        self.events: list[Event] | None = None
+        self._events: list[list[Event]] | None = None
         hub = InProcessHub()
         self._transports = [hub.transport(worker.rank) for worker in step.workers]
-        self._workers = [Worker(timeout=timeout, recorder=self._record) for _ in step.workers]
+        self._workers = [
+            Worker(timeout=timeout, recorder=partial(self._record, worker.rank))
+            for worker in step.workers
+        ]
         parts = zip(self._workers, step.workers, code, devices, self._transports, strict=True)
         for worker, program, tasks, own, transport in parts:
             worker.load(program, tasks, own, transport, hidden)
@@ -88,9 +93,14 @@ class LocalPipeline:
         self._number = 0
         self.closed = False
 
-    def _record(self, event: Event) -> None:
-        if self.events is not None:
-            self.events.append(event)
+    def _record(self, rank: int, event: Event) -> None:
+        if self._events is not None:
+            self._events[rank].append(event)
+
+    def record(self, *, on: bool) -> list[list[Mapping[str, Any]]]:
+        """Begin or end timing of instructions; the events so far, per worker."""
+        events, self._events = self._events, [[] for _ in self._workers] if on else None
+        return [[asdict(event) for event in row] for row in events or ()]
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
         """Put leaves where their first worker wants them; what is cut into micro-batches stays."""

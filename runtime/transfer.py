@@ -54,7 +54,8 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     first = -raw.ctypes.data % ALIGNMENT
-    return raw[first : first + size].view(dtype).reshape(shape)
+    found: np.ndarray[Any, Any] = raw[first : first + size].view(dtype).reshape(shape)
+    return found
 
 
 def device_block(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, device: int) -> Block:

@@ -384,7 +384,8 @@ def _persistent(
         spec = specs[buffer]
         sharding = named_sharding(spec.sharding, program.mesh, devices)
         placed[buffer] = put_array(array, spec, sharding)
-    return jax.block_until_ready(placed)
+    jax.block_until_ready(placed)
+    return placed
 
 
 def _senders(program: WorkerProgram, devices: Sequence[Any], memory: str) -> dict[int, Sender]:

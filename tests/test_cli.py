@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from autopar import cli, demo, training
-from autopar.api import Plan, load_plan
+from autopar.api import load_plan
 from autopar.errors import ArgumentError
 from autopar.methods import Auto, DataParallel, ShardParallel
+from autopar.plans import Plan
 from autopar.report.audit import AuditReport
 from autopar.target import load_target
 

@@ -122,11 +122,16 @@ def _check_tables(rank: int, program: WorkerProgram) -> None:
     ):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise VerifyError(f"the {kind} {twice[0]} is listed twice", where=where)
-    specs = dict(program.buffers)
     tasks = [(f"task {task.name}", (*task.inputs, *task.outputs)) for task in program.tasks]
     for what, group in [*tasks, *((f"buffer {name}", (spec,)) for name, spec in program.buffers)]:
         for spec in group:
             _check_spec(spec, program, f"{where}, {what}")
+    _check_persistent(program, where)
+
+
+def _check_persistent(program: WorkerProgram, where: str) -> None:
+    """Constants, closed-over arrays, donations."""
+    specs = dict(program.buffers)
     for name, _ in (*program.constants, *program.hidden):
         if name not in specs:
             raise VerifyError(f"the persistent buffer {name} has no spec", where=where)
@@ -186,13 +191,7 @@ def _check_run(walk: _Walk, run: Run) -> None:
             walk.fail(f"task {run.task} has {len(specs)} {kind}", got=f"{len(buffers)} buffers")
     for buffer in run.inputs:
         walk.use(buffer)
-    for position in task.donated:
-        buffer = run.inputs[position]
-        if run.inputs.count(buffer) > 1:
-            walk.fail(f"buffer {buffer} is donated and is another input too")
-        if buffer in walk.lent:
-            walk.fail(f"buffer {buffer} is donated, but its argument is the caller's to keep")
-        walk.end(buffer, "donated")
+    _check_donated(walk, run, task)
     for buffer in run.outputs:
         walk.define(buffer)
     for buffer, spec in zip(
@@ -204,6 +203,16 @@ def _check_run(walk: _Walk, run: Run) -> None:
                 got=str(walk.specs[buffer]),
                 why=f"the task has {spec}",
             )
+
+
+def _check_donated(walk: _Walk, run: Run, task: Task) -> None:
+    for position in task.donated:
+        buffer = run.inputs[position]
+        if run.inputs.count(buffer) > 1:
+            walk.fail(f"buffer {buffer} is donated and is another input too")
+        if buffer in walk.lent:
+            walk.fail(f"buffer {buffer} is donated, but its argument is the caller's to keep")
+        walk.end(buffer, "donated")
 
 
 def _check_move(walk: _Walk, move: Send | Recv) -> None:
