@@ -150,5 +150,5 @@ def start_ray(plan: PipelinePlan, lowered: LoweredPipeline, hidden: Sequence[Any
             got=str(plan.cluster),
             remedy='pip install "autopar[ray]"',
         ) from error
-    runtime: Runtime = room.RayPipeline(lowered.step, code, hidden, address=plan.cluster.address)
+    runtime: Runtime = room.ray_pipeline(lowered.step, code, hidden, address=plan.cluster.address)
     return runtime

@@ -23,7 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import replicated
 from autopar.lower.instructions import BufferSpec, Free, Mark, StepProgram, WorkerProgram, Zero
 from autopar.lower.verify_instructions import verify_step
-from autopar.runtime.ray_runtime import RayPipeline, start_ray
+from autopar.runtime.ray_runtime import ray_pipeline, start_ray, stop_ray
 
 WORKERS = 4
 INSTRUCTIONS = 200
@@ -67,8 +67,8 @@ def measure(repeats: int) -> dict[str, float]:
     """Median seconds of a step and of an empty call, and their ratio."""
     step = StepProgram(1, tuple(idle_worker(rank) for rank in range(WORKERS)), (), ())
     verify_step(step)
-    started = start_ray(None)
-    runtime = RayPipeline(step, [{} for _ in range(WORKERS)])
+    folder = start_ray(None)
+    runtime = ray_pipeline(step, [{} for _ in range(WORKERS)])
     empty = ray.remote(Empty).options(num_cpus=0).remote()
 
     def one_step() -> None:
@@ -84,8 +84,7 @@ def measure(repeats: int) -> dict[str, float]:
         ]
     finally:
         runtime.close()
-        if started and ray.is_initialized():
-            ray.shutdown()
+        stop_ray(folder)
     one, other = (statistics.median(column) for column in zip(*rows, strict=True))
     return {"step_seconds": one, "empty_call_seconds": other, "ratio": one / other}
 

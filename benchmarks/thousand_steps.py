@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 import autopar as ap
-from autopar.runtime.ray_runtime import RayPipeline
+from autopar.runtime.driver import ProcessPipeline
 from examples import mlp
 
 GROWTH = 1.03
@@ -45,7 +45,7 @@ def run(steps: int) -> list[dict[str, object]]:
             params, state, loss = step(params, state, batch)
             if number % EVERY == 0:
                 runtime = step.runtime(params, state, batch)
-                assert isinstance(runtime, RayPipeline)
+                assert isinstance(runtime, ProcessPipeline)
                 stats = runtime.stats()
                 seen.append(
                     {

@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ray
 
 import autopar as ap
 from autopar.errors import WorkerError
 from autopar.runtime.arrays import DistributedArray
-from autopar.runtime.ray_runtime import start_ray
+from autopar.runtime.ray_runtime import start_ray, stop_ray
 from tests.models.headed import headed_model
 from tests.models.small_models import SmallModel, small_model
 from tests.oracles.single_device import differences, run_single
@@ -34,10 +33,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
-    started = start_ray(None)
+    folder = start_ray(None)
     yield
-    if started:
-        ray.shutdown()
+    stop_ray(folder)
 
 
 def step_of(model: SmallModel, stages: int, count: int, schedule: str = "1f1b") -> Any:
@@ -175,7 +173,7 @@ def test_a_lost_worker_is_one_error_and_nothing_is_left(
     runtime = runtime_of(step)
     runtime.settle()
     runtime.hang_seconds = 3.0
-    pids, folder = runtime.pids, runtime._folder
+    pids, folder = runtime.pids, runtime.folder
     start = time.monotonic()
     fault(pids[1])
     with pytest.raises(WorkerError) as caught:

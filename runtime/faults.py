@@ -1,0 +1,78 @@
+"""From what is known after a fault to the one error that names who began it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.errors import WorkerError
+from autopar.runtime.board import Board
+from autopar.runtime.peer import Peer
+
+DIED = "died"
+
+Words = Mapping[str, Any]
+"""What a worker said at its end: `text`, `aborted` (it only followed another), or DIED."""
+
+
+def diagnose(
+    peers: Sequence[Peer],
+    board: Board,
+    told: Mapping[int, Words],
+    error: Exception,
+    *,
+    step: int,
+) -> WorkerError:
+    """The error for a step that failed: worker, stage, step, instruction, and all the others.
+
+    Args:
+        peers: all workers.
+        board: where each of them was last.
+        told: the last words of those that have ended; who hangs has none.
+        error: what the driver saw.
+        step: that was under way.
+    """
+    culprit, how, detail = _culprit(peers, board, told, error)
+    at, position = board.where(culprit.rank)
+    place = f"at instruction {position}: {_text(culprit, board)}"
+    if at < step:
+        place = "before its first instruction"
+    lines = [_line(peer, board, told) for peer in peers if peer is not culprit]
+    return WorkerError(
+        f"worker {culprit.rank} ({culprit.stage}) {how} in step {step} {place}",
+        got=detail,
+        why="the others: " + ("; ".join(lines) or "there are none"),
+        remedy="all workers were ended; call the step again to start new ones, with state from "
+        "a checkpoint",
+    )
+
+
+def _culprit(
+    peers: Sequence[Peer], board: Board, told: Mapping[int, Words], error: Exception
+) -> tuple[Peer, str, str]:
+    """Who began it: one that died, one that raised, one that hangs, in this order."""
+    for peer in peers:
+        if told.get(peer.rank, {}).get(DIED):
+            return peer, DIED, str(told[peer.rank]["text"])
+    for peer in peers:
+        words = told.get(peer.rank, {})
+        if words and not words.get("aborted"):
+            return peer, "failed", str(words["text"])
+    silent = [peer for peer in peers if peer.rank not in told]
+    # One that waits for another is not the one that hangs.
+    busy = [peer for peer in silent if not _text(peer, board).startswith(("RECV", "FEED"))]
+    for peer in busy or silent:
+        return peer, "hangs", str(error)
+    return peers[0], "failed", str(error)
+
+
+def _text(peer: Peer, board: Board) -> str:
+    _, position = board.where(peer.rank)
+    return peer.texts[position] if 0 <= position < len(peer.texts) else ""
+
+
+def _line(peer: Peer, board: Board, told: Mapping[int, Words]) -> str:
+    step, position = board.where(peer.rank)
+    where = _text(peer, board) or "between steps"
+    state = "" if peer.rank in told else ", still running"
+    return f"worker {peer.rank} in step {step} at instruction {position} `{where}`{state}"
