@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -303,7 +304,8 @@ def test_what_is_wrong_is_said(result: training.DemoResult, text: str) -> None:
 
 
 def test_a_failed_demo_ends_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "plan_demo", lambda config, *, devices, method: None)
+    ready = SimpleNamespace(step=SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(training, "plan_demo", lambda config, **options: ready)
     monkeypatch.setattr(cli, "run_demo", lambda ready: demo_result(share=0.5))
     assert run("demo", "--steps", "2", "--devices", "2")[0] == 1
 

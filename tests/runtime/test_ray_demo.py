@@ -1,0 +1,82 @@
+"""The command `autopar demo --cluster ray:2x4` as users run it, with a worker killed midway."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.full, pytest.mark.xdist_group("ray")]
+
+COMMAND = "from autopar.cli import main; main()"
+MARK = "AUTOPAR_TEST_MARK"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def marked(token: str) -> dict[int, str]:
+    """Processes that inherited the mark: their ids and command lines."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if f"{MARK}={token}".encode() in (entry / "environ").read_bytes():
+                text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(entry.name)] = text
+        except OSError:
+            continue
+    return found
+
+
+def files_of_runs() -> set[Path]:
+    folders = (Path("/tmp"), SHARED_MEMORY)
+    return {path for folder in folders for path in folder.glob("a*p-*")}
+
+
+def test_a_killed_worker_ends_the_command(tmp_path: Path) -> None:
+    token = secrets.token_hex(8)
+    before, memory = files_of_runs(), {path.name for path in SHARED_MEMORY.iterdir()}
+    environment = {**os.environ, MARK: token, "XLA_FLAGS": "", "NPROC": "32"}
+    output = tmp_path / "out.txt"
+    with output.open("w", encoding="utf-8") as file:
+        running = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, "demo", "--cluster", "ray:2x4", "--steps", "5000"],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+    try:
+        end = time.monotonic() + 180
+        while "step   50" not in output.read_text(encoding="utf-8"):
+            assert running.poll() is None, output.read_text(encoding="utf-8")
+            assert time.monotonic() < end
+            time.sleep(0.2)
+        workers = [pid for pid, text in marked(token).items() if "_Actor" in text]
+        assert len(workers) == 2
+        start = time.monotonic()
+        os.kill(max(workers), signal.SIGKILL)
+        text = ""
+        while "died in step" not in text:
+            assert time.monotonic() - start < 5, text
+            text = output.read_text(encoding="utf-8")
+            time.sleep(0.05)
+        assert running.wait(30) == 2
+    finally:
+        running.kill()
+        running.wait()
+    text = output.read_text(encoding="utf-8")
+    assert "error: worker " in text
+    assert "instruction" in text
+    end = time.monotonic() + 20
+    while time.monotonic() < end and (marked(token) or files_of_runs() - before):
+        time.sleep(0.2)
+    assert marked(token) == {}
+    assert files_of_runs() - before == set()
+    left = {path.name for path in SHARED_MEMORY.iterdir()} - memory
+    assert not [name for name in left if "autopar" in name or "plasma" in name]
