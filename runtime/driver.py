@@ -47,8 +47,11 @@ from autopar.runtime.transport.base import ArraySpec, Transport
 START_SECONDS = 180.0
 """Until all workers are up, connected, and have compiled their tasks."""
 
-HANG_SECONDS = 120.0
+HANG_SECONDS = 300.0
 """When no worker's position has changed for so long, one of them hangs."""
+
+WAIT_SECONDS = 600.0
+"""That a worker waits for another inside a step: longer than anything that is no fault."""
 
 GRACE_SECONDS = 2.0
 """How long workers may take to say what went wrong, once something has."""
@@ -103,7 +106,7 @@ class ProcessPipeline:
         processes: Processes,
         hidden: Sequence[Any] = (),
         *,
-        timeout: float = 60.0,
+        timeout: float = WAIT_SECONDS,
         hang_seconds: float = HANG_SECONDS,
         progress: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -176,6 +179,7 @@ class ProcessPipeline:
             self.settle()
             number, self._number = self._number, self._number + 1
             plan = self._arguments(leaves)
+            gone = self._given_away(leaves)
             first = self._next
             self._next += max((len(peer.results) for peer in self._peers), default=0)
             try:
@@ -186,12 +190,14 @@ class ProcessPipeline:
             self._pending = {
                 peer.rank: expect_reply(self._transport, peer.rank) for peer in self._peers
             }
+            # Freed with the next message: this one still reads them.
+            for parts in gone:
+                self.forget(parts)
             return self._results(first)
 
     def _arguments(self, leaves: Sequence[Any]) -> list[dict[Key, tuple[int, bool, Any]]]:
         """Per worker, per feed: handle, whether it is given away, and the array if it is fed."""
         found: list[dict[Key, tuple[int, bool, Any]]] = [{} for _ in self._peers]
-        leaving: list[DistributedArray] = []
         for number, (leaf, uses) in enumerate(zip(leaves, self.step.arguments, strict=True)):
             resident = self._resident(leaf, uses)
             whole: Any = None
@@ -202,17 +208,22 @@ class ProcessPipeline:
                     continue
                 whole = np.asarray(leaf) if whole is None else whole
                 found[use.rank][key] = (FED, True, self._part(whole, use))
-            if isinstance(leaf, DistributedArray) and any(use.donated for use in uses):
-                leaving.append(leaf)
-        for leaf in leaving:
-            self._leave(leaf)
         return found
 
-    def _leave(self, leaf: DistributedArray) -> None:
-        """An argument that was given away; parts no step took are freed."""
-        leaf.mark_gone("given away to a step")
-        donated = {use.rank for uses in self.step.arguments for use in uses if use.donated}
-        self.forget({rank: h for rank, h in leaf.parts.items() if rank not in donated})
+    def _given_away(self, leaves: Sequence[Any]) -> list[dict[int, int]]:
+        """Mark the arguments that are given away; the parts of them that no step takes over."""
+        left = []
+        for leaf, uses in zip(leaves, self.step.arguments, strict=True):
+            if not isinstance(leaf, DistributedArray) or not any(use.donated for use in uses):
+                continue
+            here = self._resident(leaf, uses) is not None
+            taken = {use.rank for use in uses if use.donated} if here else set()
+            if leaf.held_by(self):
+                left.append({r: handle for r, handle in leaf.parts.items() if r not in taken})
+        for leaf, uses in zip(leaves, self.step.arguments, strict=True):
+            if isinstance(leaf, DistributedArray) and any(use.donated for use in uses):
+                leaf.mark_gone("given away to a step")
+        return left
 
     def _resident(self, leaf: Any, uses: Sequence[ArgumentUse]) -> DistributedArray | None:
         """The leaf, if every worker that wants it has it as it wants it."""
