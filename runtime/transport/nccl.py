@@ -1,15 +1,19 @@
 """Arrays between GPUs by NCCL, point to point. NOT YET RUN ON HARDWARE: see docs/gpu.md.
 
-Each directed pair of ranks has a communicator and a non-blocking stream of its own, so a send never
-waits behind a receive. NCCL has no tags: the n-th send of a pair meets its n-th receive, and both
-ranks post in the linearised order of their instruction lists. Beside every message a header with
-tag, shape and dtype goes over a host transport, the *bootstrap* (the same that exchanges NCCL's
-unique ids); the receiver holds it against what it expects, and a lost peer or an abort is noticed
-there, since NCCL itself only hangs.
+Each directed pair of ranks has a communicator and a non-blocking stream of its own. What is posted
+is queued, and launched as one NCCL group as soon as somebody waits, asks, or calls `launch`::
 
-Nothing is reduced, so everything travels as bytes: no table of dtypes can be wrong. The sender's
-array is held until the event behind its send has fired, and a received buffer is handed out only
-when its event has. No wait synchronises a stream: events are asked, with a deadline.
+    isend a, isend b, irecv c, wait ->  group { send a, send b, recv c }, an event each
+
+since CUDA does not promise that two streams go on independently: two ranks that each launch a send
+and then a receive may wait for each other for ever, while grouped ones go on together. The first
+send of a pair sets up its connection, which blocks the host; `connect` gets that over with.
+
+Beside every message a header goes over a host transport, the *bootstrap*, which also carries the
+unique ids of the communicators. A receive from each peer that never ends, the *watch*, tells of
+its death or abort: NCCL itself would only hang. No wait synchronises a stream: events are asked,
+up to a deadline. Memory is held until the event behind its transfer has fired, or the communicator
+has been aborted.
 
 All of CUDA is behind `NcclBackend`; tests run this transport over a fake one.
 """
@@ -17,134 +21,58 @@ All of CUDA is behind `NcclBackend`; tests run this transport over a fake one.
 from __future__ import annotations
 
 import importlib
-import json
-import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from autopar.errors import TransportError
 from autopar.runtime.transport.base import ArraySpec, Request, Transport
+from autopar.runtime.transport.matching import shown
+from autopar.runtime.transport.nccl_messages import (
+    Payload,
+    check_header,
+    check_libraries,
+    check_version,
+    header,
+    header_spec,
+    payload,
+    spec_of,
+)
+from autopar.runtime.transport.nccl_parts import (
+    Communicator,
+    CupyCommunicator,
+    End,
+    NcclBackend,
+    NcclRequest,
+    Peer,
+    as_transport_error,
+    is_row_major,
+    names,
+    within,
+)
 
-HEADER_BYTES = 256
 UNIQUE_ID_BYTES = 128
-UNIQUE_ID_TAG = 2**30
-"""Tag of the unique ids on the bootstrap: above the tags of any message of a step."""
+UNIQUE_ID_TAG, WATCH_TAG = 2**30, 2**30 + 1
+"""Tags on the bootstrap above those of the messages of a step."""
 
-POLL_SECONDS = 5e-5
+GROUP_LIMIT = 1024
+"""Operations in one group; NCCL's documentation has allowed 2048."""
 
-HANGING_VERSIONS = {23007: "2.31.2"}
-"""Versions of NCCL that are known to hang, and the one that does not."""
+SHORTEST_POLL, LONGEST_POLL = 2e-5, 1e-3
+"""Seconds between two looks at the events of a wait; doubled from look to look."""
 
-
-class Communicator(Protocol):
-    """One directed pair: the sender is rank 0, the receiver rank 1."""
-
-    def send(self, pointer: int, nbytes: int, stream: Any) -> None:
-        """Queue a send of so many bytes."""
-
-    def recv(self, pointer: int, nbytes: int, stream: Any) -> None:
-        """Queue a receive."""
-
-    def abort(self) -> None:
-        """End all that is under way; the communicator is of no use any more."""
-
-    def close(self) -> None:
-        """Give it back."""
-
-
-class NcclBackend(Protocol):
-    """Everything of CUDA, CuPy and NCCL that the transport uses."""
-
-    def check(self) -> None:
-        """Refuse a machine on which this cannot work.
-
-        Raises:
-            TransportError: with the remedy.
-        """
-
-    def unique_id(self) -> bytes:
-        """A new NCCL id."""
-
-    def communicator(self, unique_id: bytes, rank: int) -> Communicator:
-        """Join a communicator of two; returns when both have."""
-
-    def stream(self) -> Any:
-        """A new non-blocking stream."""
-
-    def event(self, stream: Any) -> Any:
-        """Record an event behind what the stream has been given so far."""
-
-    def fired(self, event: Any) -> bool:
-        """Whether what is before the event has been done; does not block."""
-
-    def source(self, array: Any, stream: Any) -> tuple[int, Any]:
-        """Pointer to an array, and what must be held; the stream waits until the array is there."""
-
-    def empty(self, spec: ArraySpec) -> tuple[int, Any]:
-        """Pointer to new memory, and the buffer."""
-
-    def to_jax(self, buffer: Any, spec: ArraySpec) -> Any:
-        """The buffer as an array, without a copy where CuPy knows the dtype."""
-
-    def close(self) -> None:
-        """Give streams back."""
-
-
-class _Request(Request):
-    """A send or a receive: a header on the bootstrap, and an event on the device."""
-
-    def __init__(self, peer: int, tag: int, header: Request) -> None:
-        self.peer, self.tag, self.header = peer, tag, header
-        self.event: Any = None
-        self.held: Any = None
-        self.backend: NcclBackend | None = None
-        self.failed: TransportError | None = None
-        self.expected: ArraySpec | None = None
-        self.array: Any = None
-
-    def fail(self, error: TransportError) -> None:
-        """End with an error, unless it has ended."""
-        if not self.done():
-            self.failed = error
-
-    def done(self) -> bool:
-        """Whether header and data have gone or come, or it failed."""
-        if self.failed is not None:
-            return True
-        return self.header.done() and self.moved()
-
-    def moved(self) -> bool:
-        """Whether the device has done its part."""
-        if self.event is None:
-            return True
-        assert self.backend is not None
-        if not self.backend.fired(self.event):
-            return False
-        self.event = None
-        if self.expected is None:
-            self.held = None
-        return True
-
-    def result(self) -> Any:
-        """The received array, or None."""
-        if self.failed is not None:
-            raise self.failed
-        found = self.header.result()
-        if self.expected is None:
-            return None
-        if self.array is None:
-            _check_header(self, found)
-            assert self.backend is not None
-            self.array = self.backend.to_jax(self.held, self.expected)
-            self.held = None
-        return self.array
+GRACE = 0.5
+"""Seconds for which transfers may still end after their peer has gone: it may have gone because it
+is done."""
 
 
 class NcclTransport(Transport):
@@ -154,7 +82,7 @@ class NcclTransport(Transport):
         rank: whose.
         bootstrap: a host transport of the same rank; this one connects and closes it.
         backend: of the device; None: CuPy's.
-        device: JAX's device for what is received, for CuPy's back-end.
+        device: JAX's GPU, for CuPy's back-end; None: the first.
 
     Raises:
         TransportError: NCCL cannot be used here.
@@ -167,7 +95,6 @@ class NcclTransport(Transport):
         self,
         rank: int,
         bootstrap: Transport,
-        *,
         backend: NcclBackend | None = None,
         device: Any = None,
     ) -> None:
@@ -175,11 +102,11 @@ class NcclTransport(Transport):
         self._bootstrap = bootstrap
         self._backend = CupyBackend(device) if backend is None else backend
         self._backend.check()
-        self._lock = threading.Lock()
-        self._out: dict[int, tuple[Communicator, Any]] = {}
-        self._in: dict[int, tuple[Communicator, Any]] = {}
-        self._under_way: list[_Request] = []
-        self._aborted = ""
+        self._posting = threading.RLock()  # taken before _state
+        self._state = threading.Lock()
+        self._peers: dict[int, Peer] = {}
+        self._queue: list[tuple[NcclRequest, Payload]] = []
+        self._under_way: dict[NcclRequest, None] = {}
         self._closed = False
 
     @property
@@ -187,244 +114,337 @@ class NcclTransport(Transport):
         """The bootstrap's."""
         return self._bootstrap.address
 
+    @property
+    def lent(self) -> int:
+        """Transfers whose memory the device may still use."""
+        with self._state:
+            under_way = list(self._under_way)
+        return sum(not request.done() for request in under_way)
+
+    def prepare(self, specs: Iterable[ArraySpec]) -> None:
+        """Be ready to receive such arrays without compiling anything between transfers."""
+        for spec in specs:
+            payload(0, spec)
+            self._backend.prepare(spec)
+
+    # Connections.
+
     def connect(self, peers: Mapping[int, str], *, timeout: float) -> None:
-        """Connect the bootstrap; then both communicators of each pair, lower ranks first."""
+        """Connect the bootstrap, then both communicators of each pair, then their wires."""
+        deadline = time.monotonic() + timeout
         self._bootstrap.connect(peers, timeout=timeout)
-        spec = ArraySpec((UNIQUE_ID_BYTES,), "uint8")
-        for peer in sorted(peers):
-            # The pair's edges in one order on both sides: joining waits for the other.
-            for sender in sorted((self.rank, peer)):
-                if sender == self.rank:
-                    unique = self._backend.unique_id()
-                    data = np.frombuffer(unique, np.uint8).copy()
-                    request = self._bootstrap.isend(peer, UNIQUE_ID_TAG, data)
-                    self._bootstrap.wait([request], timeout=timeout)
-                    joined = self._backend.communicator(unique, 0)
-                    self._out[peer] = (joined, self._backend.stream())
-                else:
-                    request = self._bootstrap.irecv(peer, UNIQUE_ID_TAG, spec)
-                    self._bootstrap.wait([request], timeout=timeout)
-                    joined = self._backend.communicator(bytes(request.result()), 1)
-                    self._in[peer] = (joined, self._backend.stream())
+        made: list[Peer] = []
+        try:
+            for peer in sorted(peers):
+                # Joining waits for the other side: all ranks join in the order of the pairs.
+                ends = {s: self._join(s, peer, deadline) for s in sorted((self.rank, peer))}
+                watch = self._bootstrap.irecv(peer, WATCH_TAG, header_spec())
+                made.append(Peer(watch, ends[self.rank], ends[peer]))
+            self._warm_up(made, deadline)
+        except BaseException:
+            for ready in made:
+                self._drop(ready, TransportError(f"rank {self.rank} could not connect"))
+            raise
+        self._peers.update({ready.out.peer: ready for ready in made})
+
+    def _join(self, sender: int, peer: int, deadline: float) -> End:
+        """One directed pair's communicator, by an id that the sender makes."""
+        backend, sends = self._backend, sender == self.rank
+        if sends:
+            unique = backend.unique_id()
+            request = self._bootstrap.isend(
+                peer, UNIQUE_ID_TAG, np.frombuffer(unique, np.uint8).copy()
+            )
+        else:
+            spec = ArraySpec((UNIQUE_ID_BYTES,), "uint8")
+            request = self._bootstrap.irecv(peer, UNIQUE_ID_TAG, spec)
+        self._bootstrap.wait([request], timeout=max(0.0, deadline - time.monotonic()))
+        if not sends:
+            unique = request.result().tobytes()
+        join = partial(backend.communicator, unique, 0 if sends else 1)
+        what = f"rank {self.rank} could not join rank {peer} by NCCL"
+        return End(peer, sends, within(deadline, what, join), backend.stream())
+
+    def _warm_up(self, peers: Sequence[Peer], deadline: float) -> None:
+        """One byte each way: NCCL connects a pair, blocking the host, at its first operation."""
+        backend, spec = self._backend, ArraySpec((1,), "uint8")
+        ends = [end for peer in peers for end in (peer.out, peer.into)]
+        memory = [backend.empty(spec, end.stream) for end in ends]
+
+        def launch() -> list[Any]:
+            with backend.group():
+                for end, (pointer, _) in zip(ends, memory, strict=True):
+                    end.queue(payload(pointer, spec))
+            return [backend.event(end.stream) for end in ends]
+
+        what = f"rank {self.rank} could not set up its NCCL connections"
+        events = within(deadline, what, launch)
+        while not all(backend.fired(event) for event in events):
+            if time.monotonic() > deadline:
+                raise TransportError(what, why="time is up")
+            time.sleep(LONGEST_POLL)
+
+    # Operations.
 
     def isend(self, peer: int, tag: int, array: Any) -> Request:
         """Start sending."""
-        communicator, stream = self._end(self._out, peer)
-        spec = ArraySpec(tuple(array.shape), str(jnp.dtype(array.dtype)))
-        header = np.zeros(HEADER_BYTES, np.uint8)
-        text = json.dumps([tag, spec.shape, spec.dtype]).encode()
-        if len(text) > HEADER_BYTES:
-            raise TransportError("an array has too many dims to travel", got=str(spec))
-        header[: len(text)] = np.frombuffer(text, np.uint8)
-        request = _Request(peer, tag, self._bootstrap.isend(peer, tag, header))
-        nbytes = _nbytes(spec)
-        if nbytes:
-            pointer, held = self._backend.source(array, stream)
-            communicator.send(pointer, nbytes, stream)
-            self._follow(request, stream, (array, held))
+        spec = spec_of(array)
+        with self._posting:
+            ready = self._peer(peer)
+            request = NcclRequest(self.advance, ready.out, tag, spec)
+            what = payload(0, spec)
+            if what.count:
+                pointer, more = self._backend.source(array, ready.out.stream)
+                what = payload(pointer, spec)
+                self._hold(request, (array, more))
+            message = header(request.number, tag, spec)
+            request.header = self._bootstrap.isend(peer, tag, message)
+            self._post(request, what)
         return request
 
     def irecv(self, peer: int, tag: int, spec: ArraySpec) -> Request:
         """Expect an array."""
-        communicator, stream = self._end(self._in, peer)
-        header = self._bootstrap.irecv(peer, tag, ArraySpec((HEADER_BYTES,), "uint8"))
-        request = _Request(peer, tag, header)
-        request.expected = spec
-        request.backend = self._backend
-        pointer, request.held = self._backend.empty(spec)
-        nbytes = _nbytes(spec)
-        if nbytes:
-            communicator.recv(pointer, nbytes, stream)
-            self._follow(request, stream, request.held)
+        with self._posting:
+            ready = self._peer(peer)
+            request = NcclRequest(self.advance, ready.into, tag, spec)
+            payload(0, spec)  # refuses the dtype
+            pointer, array = self._backend.empty(spec, ready.into.stream)
+            self._hold(request, array)
+            request.header = self._bootstrap.irecv(peer, tag, header_spec())
+            self._post(request, payload(pointer, spec))
         return request
 
-    def _follow(self, request: _Request, stream: Any, held: Any) -> None:
-        """Know by an event when the device has done what was queued; hold the memory till then."""
-        request.backend = self._backend
-        request.held = held
-        request.event = self._backend.event(stream)
-        with self._lock:
-            self._under_way = [r for r in self._under_way if not r.done()]
-            self._under_way.append(request)
+    def _hold(self, request: NcclRequest, memory: Any) -> None:
+        request.held = memory
 
-    def _end(
-        self, ends: Mapping[int, tuple[Communicator, Any]], peer: int
-    ) -> tuple[Communicator, Any]:
-        if self._aborted:
-            raise TransportError(
-                f"the transfers of rank {self.rank} were aborted", why=self._aborted
-            )
-        if peer not in ends:
+    def _post(self, request: NcclRequest, what: Payload) -> None:
+        request.end.posted += 1
+        if not what.count:
+            return
+        request.moving = True
+        self._queue.append((request, what))
+        with self._state:
+            self._under_way[request] = None
+        if len(self._queue) >= GROUP_LIMIT:
+            self.launch()
+
+    def launch(self) -> None:
+        """Give NCCL what was posted, as one group, in the order in which it was posted."""
+        with self._posting:
+            posted = [(r, what) for r, what in self._queue if r.failed is None]
+            self._queue = []
+            if not posted:
+                return
+            try:
+                with self._backend.group():
+                    for request, what in posted:
+                        request.end.queue(what)
+                for request, _ in posted:
+                    request.event = self._backend.event(request.end.stream)
+            except Exception as error:
+                for request, _ in posted:  # nobody can tell how much of it NCCL has taken
+                    self._fail(request, error)
+
+    def _peer(self, peer: int) -> Peer:
+        if self._closed:
+            raise TransportError(f"the transport of rank {self.rank} is closed")
+        if peer not in self._peers:
             raise TransportError(f"rank {self.rank} is not connected to rank {peer}")
-        return ends[peer]
-
-    def _was_aborted(self) -> TransportError:
-        return TransportError(f"the transfers of rank {self.rank} were aborted", why=self._aborted)
+        dropped = self._peers[peer].dropped
+        if dropped is not None:
+            raise dropped
+        return self._peers[peer]
 
     def wait(self, requests: Sequence[Request], *, timeout: float) -> None:
         """Return when all are done."""
         deadline = time.monotonic() + timeout
-        mine = [request for request in requests if isinstance(request, _Request)]
-        try:
-            self._bootstrap.wait([request.header for request in mine], timeout=timeout)
-        except TransportError as error:
-            for request in mine:
-                request.fail(error)
-            if "abort" in error.what:
-                self._give_up(str(error.why or error.what))
-            raise
-        while not all(request.moved() or request.failed for request in mine):
-            if time.monotonic() > deadline:
-                raise self._late(mine, timeout)
-            time.sleep(POLL_SECONDS)
-        for request in mine:
-            if request.failed is not None:
-                raise request.failed
-            if request.expected is not None:
-                request.result()
+        own = [request for request in requests if isinstance(request, NcclRequest)]
+        assert len(own) == len(requests), "requests of another kind of transport"
+        pause, pending = SHORTEST_POLL, own
+        while True:
+            pending = [request for request in pending if not request.done() or request.failed]
+            for request in pending:
+                if request.failed is not None:
+                    raise request.failed
+            if not pending:
+                return
+            if time.monotonic() >= deadline:
+                raise self._late(pending, timeout)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL)
 
-    def _late(self, requests: Sequence[_Request], timeout: float) -> TransportError:
-        late = [request for request in requests if not request.moved()]
-        names = ", ".join(
-            f"{'from' if r.expected is not None else 'to'} rank {r.peer}: tag {r.tag}" for r in late
+    def _late(self, pending: Sequence[NcclRequest], timeout: float) -> TransportError:
+        device = any(request.agreed for request in pending)
+        why = (
+            "NCCL matches by order: both ranks must post in the same one, and their devices go on"
+            if device
+            else "the peer did not post its side in time, or hangs"
         )
-        return TransportError(
-            f"rank {self.rank} waited {timeout:g} s for its device",
-            got=names,
-            why="NCCL matches sends and receives by order: both ranks must post in the same one",
-        )
+        what = f"rank {self.rank} waited {timeout:g} s in vain"
+        return TransportError(what, where=names(pending), why=why)
+
+    def advance(self, request: NcclRequest) -> None:
+        """Look how far a transfer is; for its request only. Its failure is kept in it."""
+        try:
+            self.launch()
+            self._look(request)
+        except Exception as error:
+            self._fail(request, error)
+
+    def _fail(self, request: NcclRequest, error: Exception) -> None:
+        """A failed transfer spoils its pair: NCCL's order is lost."""
+        peer = self._peers[request.end.peer]
+        self._drop(peer, as_transport_error(error, request))
+        request.failed = request.failed or peer.dropped
+
+    def _look(self, request: NcclRequest) -> None:
+        assert request.header is not None
+        if not request.agreed and request.header.done():
+            self._agree(request, request.header.result())
+        event = request.event
+        if event is not None and self._backend.fired(event):
+            if request.end.sends:
+                request.held = None
+            request.event, request.moving = None, False
+            with self._state:
+                self._under_way.pop(request, None)
+        if not request.ended():
+            request.end.communicator.check()
+            for peer in self._peers.values():
+                self._look_after(peer)
+
+    def _agree(self, request: NcclRequest, data: Any) -> None:
+        """Hold a header against the request."""
+        if not request.end.sends:
+            ranks, tag = (request.end.peer, self.rank), request.tag
+            check_header(data, ranks=ranks, number=request.number, tag=tag, spec=request.spec)
+        request.agreed = True
+
+    def _look_after(self, peer: Peer) -> None:
+        """Drop a peer that has gone: NCCL would wait for it for ever."""
+        if peer.dropped is not None or not peer.watch.done():
+            return
+        if not peer.gone_since:
+            peer.gone_since = time.monotonic()
+        elif time.monotonic() > peer.gone_since + GRACE:
+            try:
+                peer.watch.result()
+            except TransportError as error:
+                self._drop(peer, error)
+
+    # The end.
+
+    def _drop(self, peer: Peer, error: TransportError) -> None:
+        """Abort both communicators of a pair; what is under way there fails, and is let go."""
+        with self._state:
+            if peer.dropped is not None:
+                return
+            peer.dropped = error
+            ends = (peer.out, peer.into)
+            ending = [r for r in self._under_way if r.end in ends]
+            for request in ending:
+                del self._under_way[request]
+        ending = [request for request in ending if not request.ended()]
+        for request in ending:
+            request.failed = error  # first: the events of what is aborted fire
+        for end in ends:
+            end.communicator.abort()
+        for request in ending:
+            request.held = None
 
     def abort(self, reason: str) -> None:
         """Fail everything under way, here and at the peers."""
-        if not self._aborted:
-            self._bootstrap.abort(reason)
-            self._give_up(reason)
-
-    def _give_up(self, reason: str) -> None:
-        with self._lock:
-            if self._aborted:
-                return
-            self._aborted = reason
-            ends = [*self._out.values(), *self._in.values()]
-            under_way, self._under_way = self._under_way, []
-        error = self._was_aborted()
-        for request in under_way:
-            request.fail(error)
-        for communicator, _ in ends:
-            communicator.abort()
-
-    @property
-    def lent(self) -> int:
-        """Requests whose memory the device may still use."""
-        with self._lock:
-            self._under_way = [r for r in self._under_way if not r.done()]
-            return len(self._under_way)
+        self._bootstrap.abort(reason)
+        error = TransportError(f"the transfers of rank {self.rank} were aborted", why=reason)
+        for peer in tuple(self._peers.values()):
+            self._drop(peer, error)
 
     def close(self) -> None:
         """Give communicators, streams and the bootstrap back."""
         if self._closed:
             return
         self._closed = True
-        for communicator, _ in (*self._out.values(), *self._in.values()):
-            if not self._aborted:
-                communicator.close()
-        self._out.clear()
-        self._in.clear()
+        error = TransportError(f"the transport of rank {self.rank} is closed")
+        for peer in tuple(self._peers.values()):
+            ends = (peer.out, peer.into)
+            if any(r.end in ends and not r.done() for r in tuple(self._under_way)):
+                self._drop(peer, error)  # giving a communicator back waits for what is under way
+            if peer.dropped is None:
+                peer.dropped = error
+                for end in ends:
+                    end.communicator.close()
         self._backend.close()
         self._bootstrap.close()
-
-
-def _nbytes(spec: ArraySpec) -> int:
-    return math.prod(spec.shape) * int(jnp.dtype(spec.dtype).itemsize)
-
-
-def _check_header(request: _Request, data: Any) -> None:
-    text = bytes(np.asarray(data)).rstrip(b"\0").decode()
-    tag, shape, dtype = json.loads(text)
-    wanted = request.expected
-    assert wanted is not None
-    if (tag, tuple(shape), dtype) != (request.tag, wanted.shape, wanted.dtype):
-        raise TransportError(
-            f"rank {request.peer} sent something else than what was expected",
-            got=f"tag {tag}, {dtype}{shape}",
-            why=f"expected tag {request.tag}, {wanted.dtype}{list(wanted.shape)}",
-        )
 
 
 # --- CUDA ----------------------------------------------------------------------------------------
 
 
-class _CupyCommunicator:
-    """A communicator of two; every operation is a group of its own."""
-
-    def __init__(self, nccl: Any, unique: tuple[int, ...], rank: int) -> None:
-        self._nccl = nccl
-        self._peer = 1 - rank
-        self._inner = nccl.NcclCommunicator(2, unique, rank)
-
-    def send(self, pointer: int, nbytes: int, stream: Any) -> None:
-        self._inner.send(pointer, nbytes, self._nccl.NCCL_UINT8, self._peer, stream.ptr)
-
-    def recv(self, pointer: int, nbytes: int, stream: Any) -> None:
-        self._inner.recv(pointer, nbytes, self._nccl.NCCL_UINT8, self._peer, stream.ptr)
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def close(self) -> None:
-        self._inner.destroy()
-
-
 class CupyBackend:
-    """CuPy's NCCL on one CUDA device. Not yet run on hardware."""
+    """CuPy's NCCL, streams and events on one GPU; memory is JAX's. Not yet run on hardware.
+
+    What is received lands in arrays that JAX has made, under JAX's eyes but before anybody else
+    knows of them: all dtypes without a copy, one allocator, and JAX orders their reuse.
+
+    Args:
+        device: JAX's; None: its first GPU.
+
+    Raises:
+        TransportError: there is no CuPy.
+    """
 
     def __init__(self, device: Any = None) -> None:
         try:
-            self._cupy = importlib.import_module("cupy")
+            self._cuda = importlib.import_module("cupy.cuda")
             self._nccl = importlib.import_module("cupy.cuda.nccl")
         except ImportError as error:
             raise TransportError(
                 "NCCL needs CuPy", got=str(error), remedy='pip install "autopar[gpu]"'
             ) from error
-        self._jax_device = device
-        self._ordinal = 0 if device is None else int(getattr(device, "local_hardware_id", 0) or 0)
+        self._device = jax.local_devices(backend="gpu")[0] if device is None else device
+        self._ordinal = int(self._device.local_hardware_id or 0)
+        self._makers: dict[ArraySpec, Callable[[], Any]] = {}
 
     def check(self) -> None:
-        """Refuse NCCL builds that are known to hang, and two builds in one process."""
-        version = int(self._nccl.get_version())
-        if version in HANGING_VERSIONS:
-            raise TransportError(
-                f"NCCL {version} is known to hang in point-to-point transfers",
-                remedy=f"nvidia-nccl-cu12 {HANGING_VERSIONS[version]}",
-            )
-        libraries = loaded_nccl(Path("/proc/self/maps").read_text(encoding="utf-8"))
-        if len(libraries) > 1:
-            raise TransportError(
-                "two builds of NCCL are loaded in this process",
-                got=", ".join(libraries),
-                why="their symbols get mixed up, and the process crashes",
-                remedy="install jax[cuda12] and cupy-cuda12x with one nvidia-nccl-cu12",
-            )
+        """Refuse versions of NCCL that hang, and several builds in one process."""
+        check_version(int(self._nccl.get_version()))
+        with Path("/proc/self/maps").open(encoding="utf-8") as maps:
+            check_libraries(maps)
 
     def unique_id(self) -> bytes:
-        """A new NCCL id; CuPy tells it as signed chars."""
+        """A new id; CuPy before 14 tells it as a tuple of signed chars."""
         return bytes(number & 0xFF for number in self._nccl.get_unique_id())
 
     def communicator(self, unique_id: bytes, rank: int) -> Communicator:
         """Join; waits for the other rank."""
-        signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
-        with self._cupy.cuda.Device(self._ordinal):
-            return _CupyCommunicator(self._nccl, signed, rank)
+        with self._cuda.Device(self._ordinal):
+            try:
+                made = self._nccl.NcclCommunicator(2, unique_id, rank)
+            except TypeError:  # CuPy before 14
+                signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
+                made = self._nccl.NcclCommunicator(2, signed, rank)
+        return CupyCommunicator(self._nccl, made, rank)
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """One NCCL group; groups belong to the thread that opens them."""
+        with self._cuda.Device(self._ordinal):
+            self._nccl.groupStart()
+            try:
+                yield
+            finally:
+                self._nccl.groupEnd()
 
     def stream(self) -> Any:
         """A new stream that does not wait for the default one."""
-        with self._cupy.cuda.Device(self._ordinal):
-            return self._cupy.cuda.Stream(non_blocking=True)
+        with self._cuda.Device(self._ordinal):
+            return self._cuda.Stream(non_blocking=True)
 
     def event(self, stream: Any) -> Any:
         """Record an event."""
-        made = self._cupy.cuda.Event(disable_timing=True)
-        made.record(stream)
+        with self._cuda.Device(self._ordinal):
+            made = self._cuda.Event(disable_timing=True)
+            made.record(stream)
         return made
 
     def fired(self, event: Any) -> bool:
@@ -432,45 +452,39 @@ class CupyBackend:
         return bool(event.done)
 
     def source(self, array: Any, stream: Any) -> tuple[int, Any]:
-        """The pointer; exporting the array makes the stream wait for what computes it."""
-        capsule = array.__dlpack__(stream=stream.ptr)
-        return int(array.unsafe_buffer_pointer()), capsule
+        """The pointer, after a copy from another device if need be.
 
-    def empty(self, spec: ArraySpec) -> tuple[int, Any]:
-        """New device memory; as bytes where CuPy does not know the dtype."""
-        with self._cupy.cuda.Device(self._ordinal):
-            known = _cupy_knows(spec.dtype)
-            shape = spec.shape if known else (_nbytes(spec),)
-            made = self._cupy.empty(shape, dtype=spec.dtype if known else "uint8")
-        return int(made.data.ptr), made
+        Exporting the array makes the stream wait for what computes it.
+        """
+        if len(array.devices()) != 1 or not is_row_major(array):
+            raise TransportError(
+                "the array to send is not C-contiguous memory of one device",
+                got=f"{shown(spec_of(array))} as {array.format.layout} on {array.sharding}",
+            )
+        if array.devices() != {self._device}:
+            array = jax.device_put(array, self._device)
+        pointer, capsule = self._exported(array, stream)
+        return pointer, (array, capsule)
 
-    def to_jax(self, buffer: Any, spec: ArraySpec) -> Any:
-        """The same memory as a JAX array."""
-        array = jax.dlpack.from_dlpack(buffer)
-        if _cupy_knows(spec.dtype):
-            return array
-        dtype = jnp.dtype(spec.dtype)
-        if dtype == jnp.bool_:
-            return array.reshape(spec.shape).astype(dtype)
-        shape = spec.shape if dtype.itemsize == 1 else (*spec.shape, dtype.itemsize)
-        return jax.lax.bitcast_convert_type(array.reshape(shape), dtype)
+    def _exported(self, array: Any, stream: Any) -> tuple[int, Any]:
+        pointer = int(array.unsafe_buffer_pointer())
+        if self._device.platform == "gpu":
+            return pointer, array.__dlpack__(stream=stream.ptr)
+        return pointer, jax.block_until_ready(array)  # JAX orders streams on GPUs only
+
+    def prepare(self, spec: ArraySpec) -> None:
+        """Compile what makes such arrays."""
+        if spec not in self._makers:
+            place = SingleDeviceSharding(self._device)
+            make = jax.jit(partial(jnp.zeros, spec.shape, spec.dtype), out_shardings=place)
+            self._makers[spec] = make.lower().compile()
+
+    def empty(self, spec: ArraySpec, stream: Any) -> tuple[int, Any]:
+        """A new array of zeros; the stream waits until they are written."""
+        self.prepare(spec)
+        array = self._makers[spec]()
+        pointer, _ = self._exported(array, stream)
+        return pointer, array
 
     def close(self) -> None:
         """CuPy gives streams back when they are dropped."""
-
-
-def _cupy_knows(dtype: str) -> bool:
-    """Whether CuPy and DLPack both have the dtype."""
-    return (
-        dtype
-        in (
-            "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 "
-            "complex128"
-        ).split()
-    )
-
-
-def loaded_nccl(maps: str) -> list[str]:
-    """The NCCL libraries in the text of a /proc/PID/maps."""
-    paths = {line.split()[-1] for line in maps.splitlines() if "libnccl.so" in line}
-    return sorted(paths)

@@ -1,9 +1,10 @@
-"""The NCCL transport over a fake device: the contract, and mutations that the fake must expose."""
+"""The NCCL transport over a fake device: the contract, and what is NCCL's own."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,48 +13,51 @@ import pytest
 from autopar.errors import TransportError
 from autopar.runtime.transport.base import ArraySpec, Request, Transport
 from autopar.runtime.transport.in_process import InProcessHub
-from autopar.runtime.transport.nccl import (
-    HANGING_VERSIONS,
-    CupyBackend,
-    NcclTransport,
-    loaded_nccl,
-)
+from autopar.runtime.transport.nccl import NcclTransport
+from autopar.runtime.transport.nccl_messages import ELEMENTS, header
+from autopar.runtime.transport.tcp import TcpTransport
 from tests.runtime.transport.contract import (
+    PATIENCE,
+    SHORT,
+    Body,
     Fabric,
     TransportContract,
+    bits,
     connect_all,
+    eventually,
+    finish,
     run_ranks,
     spec_of,
 )
-from tests.runtime.transport.fake_nccl import FakeArray, FakeBackend, FakeEvent, FakeStream, World
-
-DTYPES = "bool int8 int32 uint16 int64 float16 float32 float64 bfloat16 float8_e4m3fn complex64"
-
-Make = Callable[[int, World], NcclTransport]
-
-
-def plain(hub: InProcessHub) -> Make:
-    return lambda rank, world: NcclTransport(rank, hub.transport(rank), backend=FakeBackend(world))
+from tests.runtime.transport.fake_nccl import FakeArray, FakeBackend, World
 
 
 class NcclFabric:
-    """Transports over one fake world; arrays are the fake device's."""
+    """Transports over one fake world, with an in-process bootstrap; arrays are the fake device's.
 
-    def __init__(self, seed: int, make: Callable[[InProcessHub], Make] = plain) -> None:
-        self.dtypes: Sequence[str] = DTYPES.split()
+    Args:
+        seed: of the world.
+    """
+
+    dtypes: Sequence[str] = tuple(ELEMENTS)
+
+    def __init__(self, seed: int) -> None:
         self.world = World(seed)
-        self.builder = make
+
+    def bootstraps(self, count: int) -> list[Transport]:
+        hub = InProcessHub()
+        return [hub.transport(rank) for rank in range(count)]
 
     def make(self, count: int) -> list[Transport]:
-        build = self.builder(InProcessHub())
-        made: list[Transport] = [build(rank, self.world) for rank in range(count)]
+        made: list[Transport] = [
+            NcclTransport(bootstrap.rank, bootstrap, FakeBackend(self.world))
+            for bootstrap in self.bootstraps(count)
+        ]
         connect_all(made)
         return made
 
     def from_array(self, transport: Transport, array: np.ndarray[Any, Any]) -> FakeArray:
-        made = FakeArray(self.world, array.shape, str(array.dtype))
-        made.memory[:] = np.frombuffer(array.tobytes(), np.uint8)
-        return made
+        return self.world.computed(array)
 
     def to_array(self, value: Any) -> np.ndarray[Any, Any]:
         assert isinstance(value, FakeArray)
@@ -64,8 +68,16 @@ class NcclFabric:
         transport._bootstrap.close()
 
     def lent(self, transport: Transport) -> int:
+        """Transfers under way, and what the fake device has not got back, of all ranks."""
         assert isinstance(transport, NcclTransport)
-        return transport.lent
+        return transport.lent + self.world.in_use()
+
+
+class TcpBootFabric(NcclFabric):
+    """The same with TCP as the bootstrap."""
+
+    def bootstraps(self, count: int) -> list[Transport]:
+        return [TcpTransport(rank, secret=b"0123456789abcdef" * 2) for rank in range(count)]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -75,192 +87,250 @@ class TestNccl(TransportContract):
         return NcclFabric(seed)
 
 
-# --- mutations -----------------------------------------------------------------------------------
+class TestNcclOverTcp(TransportContract):
+    @pytest.fixture
+    def fabric(self) -> Fabric:
+        return TcpBootFabric(3)
 
 
-class NoEvent(FakeBackend):
-    """The receiver does not wait for its stream."""
-
-    def fired(self, event: FakeEvent) -> bool:
-        return True
+@pytest.fixture
+def fabric() -> NcclFabric:
+    return NcclFabric(0)
 
 
-class WrongStream(FakeBackend):
-    """Events are recorded on a stream on which nothing runs."""
-
-    def event(self, stream: FakeStream) -> FakeEvent:
-        return super().event(self.stream())
-
-
-class EarlyFree(FakeBackend):
-    """The sender's memory is given back before the send has been done."""
-
-    def source(self, array: FakeArray, stream: FakeStream) -> tuple[int, Any]:
-        pointer, _ = super().source(array, stream)
-        array.memory[:] = 0xDB
-        return pointer, None
+@pytest.fixture
+def pair(fabric: NcclFabric) -> Iterator[list[Transport]]:
+    made = fabric.make(2)
+    yield made
+    for transport in made:
+        transport.close()
 
 
-class HalfCount(FakeBackend):
-    """The receiver asks for half of the bytes."""
-
-    def communicator(self, unique_id: bytes, rank: int) -> Any:
-        made = super().communicator(unique_id, rank)
-        if rank == 1:
-            whole = made.recv
-            made.recv = lambda p, n, s: whole(p, n // 2, s)  # type: ignore[method-assign, assignment]
-        return made
+def test_it_says_what_it_is(pair: list[Transport]) -> None:
+    for transport in pair:
+        assert not transport.buffered
+        assert transport.memory == "device"
+        assert transport.address == f"in-process:{transport.rank}"
 
 
-class OtherOrder(NcclTransport):
-    """Receives are posted in another order than the sends."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.first: list[Any] = []
-
-    def irecv(self, peer: int, tag: int, spec: ArraySpec) -> Request:
-        if tag == 0:
-            # Posted behind the next one.
-            late = _Late()
-            self.first.append((late, peer, tag, spec))
-            return late
-        made = super().irecv(peer, tag, spec)
-        for late, *what in self.first:
-            late.inner = super().irecv(*what)
-        self.first.clear()
-        return made
-
-    def wait(self, requests: Sequence[Request], *, timeout: float) -> None:
-        super().wait([r.inner if isinstance(r, _Late) else r for r in requests], timeout=timeout)
-
-
-class _Late(Request):
-    inner: Any = None
-
-    def done(self) -> bool:
-        return bool(self.inner.done())
-
-    def result(self) -> Any:
-        return self.inner.result()
-
-
-def with_backend(backend: type[FakeBackend]) -> Callable[[InProcessHub], Make]:
-    return lambda hub: (
-        lambda rank, world: NcclTransport(rank, hub.transport(rank), backend=backend(world))
-    )
-
-
-def with_other_order(hub: InProcessHub) -> Make:
-    return lambda rank, world: OtherOrder(rank, hub.transport(rank), backend=FakeBackend(world))
-
-
-def exchange(fabric: NcclFabric) -> bool:
-    """Two arrays of different sizes from rank 0 to 1: whether they arrive as they were."""
-    arrays = [np.arange(1000, dtype=np.int32), np.arange(70, dtype=np.float32) + 5]
+@pytest.mark.parametrize("seed", range(4))
+def test_both_ranks_may_send_first(seed: int) -> None:
+    """One group goes on together, so that neither waits for the other."""
+    fabric = NcclFabric(seed)
     pair = fabric.make(2)
-    patience = 1.0
 
-    def sends(transport: Transport) -> None:
-        requests = [
-            transport.isend(1, tag, fabric.from_array(transport, array))
+    def body(transport: Transport) -> list[int]:
+        other = 1 - transport.rank
+        arrays = [np.full((9,), 10 * transport.rank + tag, np.int32) for tag in range(3)]
+        sends = [
+            transport.isend(other, tag, fabric.from_array(transport, array))
             for tag, array in enumerate(arrays)
         ]
-        transport.wait(requests, timeout=patience)
+        receives = [transport.irecv(other, tag, spec_of(arrays[0])) for tag in range(3)]
+        finish(transport, *sends, *receives)
+        return [int(fabric.to_array(request.result())[8]) for request in receives]
 
-    def receives(transport: Transport) -> list[np.ndarray[Any, Any]]:
-        requests = [transport.irecv(0, tag, spec_of(array)) for tag, array in enumerate(arrays)]
-        transport.wait(requests, timeout=patience)
-        return [fabric.to_array(request.result()) for request in requests]
-
-    try:
-        _, got = run_ranks(pair, sends, receives)
-    except TransportError:
-        return False
-    finally:
-        for transport in pair:
-            transport.close()
-    return all(a.tobytes() == b.tobytes() for a, b in zip(arrays, got, strict=True))
-
-
-MUTATIONS = {
-    "late stream": with_backend(NoEvent),
-    "event on the wrong stream": with_backend(WrongStream),
-    "early free": with_backend(EarlyFree),
-    "wrong count": with_backend(HalfCount),
-    "wrong order": with_other_order,
-}
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_the_fake_exposes_mutations(name: str) -> None:
-    assert all(exchange(NcclFabric(seed)) for seed in range(3))
-    assert not all(exchange(NcclFabric(seed, MUTATIONS[name])) for seed in range(3))
-
-
-def test_another_message_than_expected_names_both() -> None:
-    fabric = NcclFabric(0)
-    pair = fabric.make(2)
-
-    def sends(transport: Transport) -> None:
-        array = fabric.from_array(transport, np.zeros((4,), np.float32))
-        transport.wait([transport.isend(1, 3, array)], timeout=5.0)
-
-    def receives(transport: Transport) -> None:
-        request = transport.irecv(0, 3, ArraySpec((2, 2), "int32"))
-        with pytest.raises(TransportError) as caught:
-            transport.wait([request], timeout=5.0)
-        assert "float32[4]" in str(caught.value)
-        assert "int32[2, 2]" in str(caught.value)
-
-    run_ranks(pair, sends, receives)
+    assert run_ranks(pair, body, body) == [[10, 11, 12], [0, 1, 2]]
     for transport in pair:
         transport.close()
 
 
-def test_two_builds_of_nccl_are_seen() -> None:
-    maps = "7f r-xp 0 0 1 /a/libnccl.so.2\n7f r-xp 0 0 1 /a/libnccl.so.2\n7f r 0 0 2 /b/libnccl.so"
-    assert loaded_nccl(maps) == ["/a/libnccl.so.2", "/b/libnccl.so"]
-    assert loaded_nccl("7f r-xp 0 0 1 /lib/libc.so") == []
-
-
-def test_versions_that_hang_name_one_that_does_not() -> None:
-    assert HANGING_VERSIONS[23007] == "2.31.2"
-
-
-def test_without_cupy_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "cupy", None)
-    with pytest.raises(TransportError, match=r"autopar\[gpu\]"):
-        CupyBackend()
-
-
-@pytest.mark.skipif(
-    "AUTOPAR_GPU_TESTS" not in os.environ,
-    reason="needs two CUDA devices: AUTOPAR_GPU_TESTS=1 (docs/gpu.md); never run on hardware yet",
-)
-def test_on_two_gpus() -> None:
-    import jax  # noqa: PLC0415
-    import jax.numpy as jnp  # noqa: PLC0415
-
-    devices = jax.local_devices(backend="gpu")[:2]
-    hub = InProcessHub()
-    pair: list[Transport] = [
-        NcclTransport(rank, hub.transport(rank), device=device)
-        for rank, device in enumerate(devices)
+def test_asking_is_enough_to_launch(fabric: NcclFabric, pair: list[Transport]) -> None:
+    """A driver of several ranks in one thread never waits; it asks."""
+    sent = np.arange(5, dtype=np.float32)
+    requests: list[Request] = [
+        pair[0].isend(1, 1, fabric.from_array(pair[0], sent)),
+        pair[1].irecv(0, 1, spec_of(sent)),
     ]
-    connect_all(pair)
-    for dtype in ("float32", "bfloat16", "int8"):
-        sent = jax.device_put(jnp.arange(1 << 20).astype(dtype), devices[0])
+    assert eventually(lambda: all([request.done() for request in requests]))
+    assert bits(fabric.to_array(requests[1].result())) == bits(sent)
+    assert requests[0].result() is None
 
-        def sends(transport: Transport, array: Any = sent) -> None:
-            transport.wait([transport.isend(1, 1, array)], timeout=20.0)
 
-        def receives(transport: Transport, array: Any = sent) -> Any:
-            request = transport.irecv(0, 1, ArraySpec(array.shape, str(array.dtype)))
-            transport.wait([request], timeout=20.0)
-            return request.result()
+def test_a_result_before_its_time(pair: list[Transport]) -> None:
+    request = pair[1].irecv(0, 6, ArraySpec((2,), "int32"))
+    assert not request.done()
+    with pytest.raises(TransportError, match="tag 6"):
+        request.result()
 
-        _, got = run_ranks(pair, sends, receives)
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(sent))
-    for transport in pair:
-        transport.close()
+
+@pytest.mark.parametrize(
+    "expected", [ArraySpec((2, 2), "int32"), ArraySpec((4,), "int32"), ArraySpec((5,), "float32")]
+)
+def test_another_message_than_expected_names_both_sides(
+    fabric: NcclFabric, pair: list[Transport], expected: ArraySpec
+) -> None:
+    pair[0].isend(1, 3, fabric.from_array(pair[0], np.zeros((4,), np.float32)))
+    request = pair[1].irecv(0, 3, expected)
+    with pytest.raises(TransportError) as caught:
+        pair[1].wait([request], timeout=PATIENCE)
+    text = str(caught.value)
+    assert "rank 0 sent float32[4] under tag 3" in text
+    assert f"rank 1 expected {expected.dtype}" in text
+    with pytest.raises(TransportError, match="float32"):
+        pair[1].irecv(0, 4, expected)  # NCCL's order is lost: this pair is of no use any more
+
+
+def test_another_order_is_seen_where_sizes_agree(fabric: NcclFabric, pair: list[Transport]) -> None:
+    for tag in (1, 2):
+        pair[0].isend(1, tag, fabric.from_array(pair[0], np.full((3,), tag, np.int32)))
+    requests = [pair[1].irecv(0, tag, ArraySpec((3,), "int32")) for tag in (2, 1)]
+    with pytest.raises(TransportError, match="one order"):
+        pair[1].wait(requests, timeout=PATIENCE)
+
+
+def test_ranks_that_agree_on_no_order_wait_in_vain(
+    fabric: NcclFabric, pair: list[Transport]
+) -> None:
+    """Each waits for its send to end before it receives."""
+
+    def body(transport: Transport) -> None:
+        array = fabric.from_array(transport, np.zeros((2,), np.int32))
+        request = transport.isend(1 - transport.rank, 0, array)
+        with pytest.raises(TransportError, match="in vain") as caught:
+            transport.wait([request], timeout=SHORT)
+        assert f"to rank {1 - transport.rank}: tag 0" in str(caught.value)
+
+    run_ranks(pair, body, body)
+
+
+def test_what_is_not_contiguous_or_cannot_travel_is_refused(
+    fabric: NcclFabric, pair: list[Transport]
+) -> None:
+    array = fabric.from_array(pair[0], np.zeros((4,), np.float32))
+    array.contiguous = False
+    with pytest.raises(TransportError, match="contiguous"):
+        pair[0].isend(1, 0, array)
+    with pytest.raises(TransportError, match=r"dtype.*\n.*int4\[8\]"):
+        pair[1].irecv(0, 0, ArraySpec((8,), "int4"))
+    # Nothing of it was posted.
+    sent = np.arange(3, dtype=np.int32)
+    assert not pair[0].isend(1, 0, fabric.from_array(pair[0], sent)).done()
+    (got,) = finish(pair[1], pair[1].irecv(0, 0, spec_of(sent)))
+    assert bits(fabric.to_array(got)) == bits(sent)
+
+
+def test_a_send_has_not_ended_before_its_partner(fabric: NcclFabric, pair: list[Transport]) -> None:
+    request = pair[0].isend(1, 4, fabric.from_array(pair[0], np.zeros((2,), np.int32)))
+    with pytest.raises(TransportError, match=r"rank 0 waited 0.2 s in vain") as caught:
+        pair[0].wait([request], timeout=SHORT)
+    assert "to rank 1: tag 4" in str(caught.value)
+    finish(pair[1], pair[1].irecv(0, 4, ArraySpec((2,), "int32")))
+    finish(pair[0], request)
+
+
+def test_what_is_launched_needs_nobody_who_asks(fabric: NcclFabric, pair: list[Transport]) -> None:
+    sent = np.arange(4, dtype=np.int32)
+    pair[0].isend(1, 4, fabric.from_array(pair[0], sent))
+    receive = pair[1].irecv(0, 4, spec_of(sent))
+    with pytest.raises(TransportError, match="tag 4"):
+        pair[1].wait([receive], timeout=SHORT)
+    assert isinstance(pair[0], NcclTransport)
+    pair[0].launch()
+    assert bits(fabric.to_array(finish(pair[1], receive)[0])) == bits(sent)
+
+
+def _stuck(fabric: NcclFabric, pair: list[Transport]) -> tuple[Body, threading.Event]:
+    """A body of rank 1 whose header has come while its data never will."""
+    waiting = threading.Event()
+    bootstrap = pair[0]._bootstrap  # type: ignore[attr-defined]
+
+    spec = ArraySpec((2,), "int32")
+    bootstrap.isend(1, 8, header(0, 8, spec))
+
+    def body(transport: Transport) -> str:
+        request = transport.irecv(0, 8, spec)
+        waiting.set()
+        with pytest.raises(TransportError) as caught:
+            transport.wait([request], timeout=PATIENCE)
+        assert request.done()
+        return str(caught.value)
+
+    return body, waiting
+
+
+@pytest.mark.parametrize("how", ["dies", "aborts"])
+def test_who_waits_for_the_device_is_woken_too(
+    fabric: NcclFabric, pair: list[Transport], how: str
+) -> None:
+    body, waiting = _stuck(fabric, pair)
+
+    def ends(transport: Transport) -> None:
+        assert waiting.wait(PATIENCE)
+        time.sleep(SHORT)
+        if how == "dies":
+            fabric.kill(transport)
+        else:
+            transport.abort("no memory")
+
+    start = time.monotonic()
+    _, text = run_ranks(pair, ends, body)
+    assert ("lost rank 0" if how == "dies" else "no memory") in text
+    assert time.monotonic() - start < PATIENCE / 4
+    assert eventually(lambda: fabric.world.in_use() == 0)
+
+
+@pytest.mark.parametrize("how", ["dies", "aborts", "aborts here"])
+def test_messages_without_bytes_are_woken_too(
+    fabric: NcclFabric, pair: list[Transport], how: str
+) -> None:
+    request = pair[1].irecv(0, 8, ArraySpec((0,), "int32"))
+    assert not request.done()
+    if how == "dies":
+        fabric.kill(pair[0])
+    else:
+        pair[1 if how == "aborts here" else 0].abort("no memory")
+    with pytest.raises(TransportError, match="lost rank 0" if how == "dies" else "no memory"):
+        pair[1].wait([request], timeout=PATIENCE)
+    with pytest.raises(TransportError):
+        request.result()
+
+
+def test_a_group_that_nccl_refuses_fails_all_that_was_in_it(
+    fabric: NcclFabric, pair: list[Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(device: FakeBackend, moves: Sequence[Any]) -> None:
+        raise RuntimeError("NCCL_ERROR_INVALID_USAGE")
+
+    array = np.zeros((2,), np.int32)
+    requests = [
+        pair[0].isend(1, 1, fabric.from_array(pair[0], array)),
+        pair[0].irecv(1, 1, spec_of(array)),
+    ]
+    monkeypatch.setattr(FakeBackend, "launch", refuses)
+    for request in requests:
+        with pytest.raises(TransportError, match="INVALID_USAGE"):
+            pair[0].wait([request], timeout=PATIENCE)
+    assert eventually(lambda: fabric.world.in_use() == 0)
+
+
+def test_nothing_is_given_back_while_it_moves(fabric: NcclFabric, pair: list[Transport]) -> None:
+    request = pair[0].isend(1, 1, fabric.from_array(pair[0], np.arange(4, dtype=np.int32)))
+    assert not request.done()
+    del request
+    assert fabric.lent(pair[0]) >= 1
+    pair[0].abort("enough")
+    assert eventually(lambda: fabric.world.in_use() == 0)
+
+
+def test_closing_with_something_under_way_does_not_hang(
+    fabric: NcclFabric, pair: list[Transport]
+) -> None:
+    request = pair[1].irecv(0, 1, ArraySpec((2,), "int32"))
+    pair[1].close()
+    with pytest.raises(TransportError, match="closed"):
+        pair[1].wait([request], timeout=PATIENCE)
+    with pytest.raises(TransportError, match="closed"):
+        pair[1].irecv(0, 1, ArraySpec((2,), "int32"))
+
+
+def test_a_peer_that_is_not_there() -> None:
+    fabric = NcclFabric(0)
+    bootstraps = fabric.bootstraps(2)
+    alone = NcclTransport(0, bootstraps[0], FakeBackend(fabric.world))
+    with pytest.raises(TransportError):
+        alone.connect({1: bootstraps[1].address}, timeout=SHORT)
+    with pytest.raises(TransportError, match="rank 1"):
+        alone.isend(1, 0, fabric.from_array(alone, np.zeros((1,), np.int8)))
+    alone.close()
+    bootstraps[1].close()
