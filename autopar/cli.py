@@ -46,8 +46,15 @@ METHODS: dict[str, Callable[..., methods.Method]] = {
     "data-parallel": methods.DataParallel,
     "zero2": methods.Zero2Parallel,
     "zero3": methods.Zero3Parallel,
-    "pipeline": methods.PipeshardParallel,
 }
+"""Those that need nothing said."""
+
+PIPELINE = "pipeline"
+
+METHOD_NAMES = (*METHODS, PIPELINE)
+
+PIPELINE_MICRO_BATCHES = 4
+"""Of a pipeline, where nobody says how many."""
 
 app = typer.Typer(
     add_completion=False,
@@ -57,12 +64,13 @@ app = typer.Typer(
 )
 
 _Target = Annotated[str, typer.Argument(metavar="FILE.py:make", help="or module:make")]
-_MethodName = Annotated[str, typer.Option("--method", help=" | ".join(METHODS))]
+_MethodName = Annotated[str, typer.Option("--method", help=" | ".join(METHOD_NAMES))]
 _Stages = Annotated[
     str, typer.Option("--stages", help="Number of stages, or auto; for --method pipeline.")
 ]
 _MicroBatches = Annotated[
-    int, typer.Option("--micro-batches", min=1, help="Slices of the batch; for pipeline and shard.")
+    int | None,
+    typer.Option("--micro-batches", min=1, help="Slices of the batch; for pipeline, shard, auto."),
 ]
 _Schedule = Annotated[
     str, typer.Option("--schedule", help=" | ".join(methods.SCHEDULE_NAMES) + ", for pipeline.")
@@ -95,14 +103,14 @@ def plan(  # noqa: PLR0913 - options of the command
         str, typer.Option(help="auto | elimination | ilp-highs | ilp-cbc, for --method shard")
     ] = "auto",
     stages: _Stages = "",
-    micro_batches: _MicroBatches = 1,
-    schedule: _Schedule = "1f1b",
+    micro_batches: _MicroBatches = None,
+    schedule: _Schedule = "",
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="NAME.plan.json without.")
     ] = None,
 ) -> None:
     """Plan a function; nothing runs. make() returns (step, args) or (step, args, batch_argnums)."""
-    how = choose_method(method, mesh, solver, Pipeline(stages or "auto", micro_batches, schedule))
+    how = choose_method(method, mesh, solver, Pipeline(stages, micro_batches, schedule))
     where = parse_cluster(cluster)
     wanted = load_target(target)
     with _spinner(f"planning {wanted.name}") as progress:
@@ -190,9 +198,9 @@ def demo(  # noqa: PLR0913 - options of the command
     cluster: Annotated[
         str, typer.Option(help="ray:2x4 trains on Ray workers; this process's devices without.")
     ] = "",
-    stages: _Stages = "2",
-    micro_batches: _MicroBatches = 4,
-    schedule: _Schedule = "1f1b",
+    stages: _Stages = "",
+    micro_batches: _MicroBatches = None,
+    schedule: _Schedule = "",
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Save the plan here too.")
     ] = None,
@@ -204,10 +212,9 @@ def demo(  # noqa: PLR0913 - options of the command
     ] = None,
 ) -> None:
     """Train a small transformer on a mesh and on one device, and compare the two."""
-    pipelined = method == "pipeline" or cluster.startswith("ray:")
-    how = choose_method(
-        "pipeline" if pipelined else method, "", "auto", Pipeline(stages, micro_batches, schedule)
-    )
+    name = PIPELINE if method == "auto" and cluster.startswith("ray:") else method
+    stages = stages or ("2" if name == PIPELINE else "")
+    how = choose_method(name, "", "auto", Pipeline(stages, micro_batches, schedule))
     training = _training()
     config = importlib.import_module("autopar.demo").DemoConfig(steps=steps, seed=seed)
     _request_devices(1 if cluster else devices)
@@ -313,7 +320,7 @@ def parse_method(name: str, mesh: str = "", solver: str = "auto") -> methods.Met
         ArgumentError: there is no such method, or it takes no mesh or solver.
     """
     if name not in METHODS:
-        raise ArgumentError("unknown method", got=name, remedy=" | ".join(METHODS))
+        raise ArgumentError("unknown method", got=name, remedy=" | ".join(METHOD_NAMES))
     if not mesh and solver == "auto":
         return METHODS[name]()
     if name not in ("auto", "shard"):
@@ -328,11 +335,11 @@ def parse_method(name: str, mesh: str = "", solver: str = "auto") -> methods.Met
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """The options of a pipeline as they were typed."""
+    """The options of a pipeline as they were typed; empty or None where they were not."""
 
-    stages: str
-    micro_batches: int
-    schedule: str
+    stages: str = ""
+    micro_batches: int | None = None
+    schedule: str = ""
 
 
 def choose_method(name: str, mesh: str, solver: str, pipeline: Pipeline) -> methods.Method:
@@ -341,23 +348,38 @@ def choose_method(name: str, mesh: str, solver: str, pipeline: Pipeline) -> meth
     Raises:
         ArgumentError: there is no such method, or an option does not belong to it.
     """
-    if name != "pipeline":
-        made = parse_method(name, mesh, solver)
-        count = pipeline.micro_batches
-        if isinstance(made, methods.ShardParallel | methods.Auto) and count > 1 and name == "shard":
-            made = replace(made, num_micro_batches=count)
+    if name == PIPELINE:
+        return _pipeline_method(mesh, solver, pipeline)
+    made = parse_method(name, mesh, solver)
+    for option, value in (("--stages", pipeline.stages), ("--schedule", pipeline.schedule)):
+        if value:
+            raise ArgumentError(
+                f"the method {name} takes no {option}", got=value, remedy=f"--method {PIPELINE}"
+            )
+    if pipeline.micro_batches is None:
         return made
-    if pipeline.stages != "auto" and not re.fullmatch(r"[1-9]\d*", pipeline.stages):
-        raise ArgumentError("--stages is a number or auto", got=repr(pipeline.stages))
+    if not isinstance(made, methods.ShardParallel | methods.Auto):
+        raise ArgumentError(
+            f"the method {name} takes no --micro-batches",
+            got=str(pipeline.micro_batches),
+            remedy=f"--method shard, or {PIPELINE}",
+        )
+    return replace(made, num_micro_batches=pipeline.micro_batches)
+
+
+def _pipeline_method(mesh: str, solver: str, asked: Pipeline) -> methods.PipeshardParallel:
+    stages: methods.UniformStages | methods.AutoStages = methods.AutoStages()
+    if asked.stages not in ("", "auto"):
+        if not re.fullmatch(r"[1-9]\d*", asked.stages):
+            raise ArgumentError("--stages is a number or auto", got=repr(asked.stages))
+        stages = methods.UniformStages(int(asked.stages))
     sizes = Mesh.parse(mesh).sizes if mesh else None
-    return methods.PipeshardParallel(
-        pipeline.micro_batches,
-        stages=methods.AutoStages()
-        if pipeline.stages == "auto"
-        else methods.UniformStages(int(pipeline.stages)),
-        schedule=pipeline.schedule,
+    made = methods.PipeshardParallel(
+        asked.micro_batches or PIPELINE_MICRO_BATCHES,
+        stages=stages,
         shard=methods.ShardParallel(logical_mesh=sizes, solver=solver),
     )
+    return replace(made, schedule=asked.schedule) if asked.schedule else made
 
 
 def parse_cluster(text: str) -> Cluster:

@@ -53,12 +53,27 @@ def test_options_make_the_method() -> None:
     searched = cli.choose_method("pipeline", "", "auto", cli.Pipeline("auto", 4, "1f1b"))
     assert isinstance(searched, PipeshardParallel)
     assert searched.stages == AutoStages()
-    shard = cli.choose_method("shard", "", "auto", cli.Pipeline("2", 4, "1f1b"))
+    shard = cli.choose_method("shard", "", "auto", cli.Pipeline(micro_batches=4))
     assert shard == ShardParallel(num_micro_batches=4)
     with pytest.raises(ArgumentError, match="--stages"):
         cli.choose_method("pipeline", "", "auto", cli.Pipeline("two", 4, "1f1b"))
     with pytest.raises(ArgumentError, match="unknown schedule"):
         cli.choose_method("pipeline", "", "auto", cli.Pipeline("2", 4, "zb"))
+
+
+@pytest.mark.parametrize(
+    ("method", "asked", "option"),
+    [
+        ("zero2", cli.Pipeline(micro_batches=2), "zero2 takes no --micro-batches"),
+        ("shard", cli.Pipeline(stages="2"), "shard takes no --stages"),
+        ("auto", cli.Pipeline(schedule="gpipe"), "auto takes no --schedule"),
+    ],
+)
+def test_options_of_another_method_are_refused(
+    method: str, asked: cli.Pipeline, option: str
+) -> None:
+    with pytest.raises(ArgumentError, match=option):
+        cli.choose_method(method, "", "auto", asked)
 
 
 def test_only_pipelines_have_timelines(tmp_path: Path) -> None:
