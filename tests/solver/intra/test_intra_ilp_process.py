@@ -78,6 +78,8 @@ def test_a_hanging_back_end_is_killed_with_all_its_children(backends: pathlib.Pa
 
 def test_an_interrupt_kills_the_child_too(backends: pathlib.Path) -> None:
     program = (
+        # A background job of a shell inherits an ignored SIGINT; this is about one that is not.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from autopar.solver.intra.ilp_process import run_backend\n"
         "from autopar.solver.intra.problem import Problem\n"
         "import numpy as np, sys\n"
