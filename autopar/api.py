@@ -145,8 +145,7 @@ class _Whole:
                 why="each worker runs the stages of a pipeline on its own devices",
                 remedy="PipeshardParallel(...), or cluster=Cluster.local()",
             )
-        ids = cluster.device_ids if cluster.kind == "local" else ()
-        devices = local_devices(self.program.mesh.size, ids)
+        devices = local_devices(self.program.mesh.size, cluster.device_ids)
         return LocalProgram(self.program, self.traced.rules, devices, self.traced.built.hidden)
 
     def inline(self, leaves: Sequence[Any]) -> Any:
@@ -284,8 +283,11 @@ class ParallelFunction:
         key = self._flatten(args, kwargs)[1]
         if key not in self._entries:
             plan = self._plan or _solve(traced, self._options, lambda text: None)
-            made = _Staged if isinstance(plan, StagedPlan) else _Whole
-            self._entries[key] = made(plan.frozen, traced)  # type: ignore[arg-type]
+            self._entries[key] = (
+                _Staged(plan.frozen, traced)
+                if isinstance(plan, StagedPlan)
+                else _Whole(plan.frozen, traced)
+            )
         return self._entries[key]
 
     def _inline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from autopar.errors import ClusterError
 from autopar.ir.graph import Literal
+from autopar.lower.boundary import key_impl
 from autopar.lower.pipeline import LoweredPipeline, export_task, jit_task, lower_pipeline
 from autopar.lower.spmd import jax_mesh
 from autopar.lower.verify_instructions import verify_no_deadlock, verify_step
@@ -80,7 +81,8 @@ class PipelineProgram:
             if isinstance(source, Literal):
                 results.append(jnp.asarray(source.value, source.dtype))
             elif jnp.issubdtype(dtype, jax.dtypes.prng_key):
-                results.append(_key(found[source], dtype))
+                data = jnp.asarray(found[source])
+                results.append(jax.random.wrap_key_data(data, impl=key_impl(dtype)))
             else:
                 results.append(found[source])
         return tuple(results)
@@ -99,13 +101,6 @@ def _data(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _key(data: Any, dtype: Any) -> Any:
-    found: list[Any] = []
-    shape = jax.ShapeDtypeStruct((), dtype)
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)) or 0, shape)  # type: ignore[func-returns-value]
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=found[0])
-
-
 def start_local(
     plan: PipelinePlan, lowered: LoweredPipeline, hidden: Sequence[Any]
 ) -> LocalPipeline:
@@ -114,8 +109,7 @@ def start_local(
     Raises:
         ClusterError: there are not enough devices.
     """
-    ids = plan.cluster.device_ids if plan.cluster.kind == "local" else ()
-    devices = local_devices(plan.cluster.size, ids)
+    devices = local_devices(plan.cluster.size, plan.cluster.device_ids)
     code, places = [], []
     for stage, lowering, worker in zip(
         plan.stages, lowered.stages, lowered.step.workers, strict=True
@@ -124,7 +118,7 @@ def start_local(
         mesh = jax_mesh(worker.mesh, mine)
         used = {task.name for task in worker.tasks}
         places.append(mine)
-        code.append({t.name: jit_task(t, mesh, ()) for t in lowering.tasks if t.name in used})
+        code.append({t.name: jit_task(t, mesh) for t in lowering.tasks if t.name in used})
     return LocalPipeline(lowered.step, code, places, hidden)
 
 
@@ -138,7 +132,7 @@ def start_ray(plan: PipelinePlan, lowered: LoweredPipeline, hidden: Sequence[Any
     for lowering, worker in zip(lowered.stages, lowered.step.workers, strict=True):
         used = {task.name for task in worker.tasks}
         code.append(
-            {t.name: export_task(t, (), ("cpu", "cuda")) for t in lowering.tasks if t.name in used}
+            {t.name: export_task(t, ("cpu", "cuda")) for t in lowering.tasks if t.name in used}
         )
     try:
         room = importlib.import_module("autopar.runtime.ray_runtime")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ class StagedPlan(Plan):
         traced: the function; None for a plan that was only loaded (see `bind`).
     """
 
+    # Plan's field, narrowed: both are frozen, so nobody can assign the other kind.
     frozen: PipelinePlan  # type: ignore[assignment]
 
     @property
@@ -103,13 +103,8 @@ class StagedPlan(Plan):
         Raises:
             PlanError: the plan was loaded without its function.
         """
-        if self.traced is None:
-            raise PlanError(
-                "this plan was loaded without its function",
-                why="a plan file holds decisions, no program",
-                remedy="plan.bind(step, *args) first; arguments may be ShapeDtypeStructs",
-            )
-        return lower_pipeline(self.frozen, self.traced.graph, self.traced.rules)
+        traced = self._bound()
+        return lower_pipeline(self.frozen, traced.graph, traced.rules)
 
     def verify(self, *, timeout: float = COMPILE_SECONDS) -> tuple[AuditReport, float]:
         """The audit of all tasks, and the parallel share of the least parallel stage."""
@@ -136,10 +131,4 @@ class StagedPlan(Plan):
 
     def bubble(self) -> float:
         """The share of the predicted step in which an average device waits."""
-        count = self.frozen.micro_batches
-        busy = [
-            count * (stage.forward_seconds + stage.backward_seconds) + stage.update_seconds
-            for stage in self.stages
-        ]
-        total = self.cost.step_seconds
-        return 1 - math.fsum(busy) / (len(busy) * total) if total else 0.0
+        return self.frozen.bubble()

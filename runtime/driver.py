@@ -17,32 +17,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import TransportError, WorkerError
-from autopar.lower.cross_mesh import source_slice, target_slices
 from autopar.lower.instruction_text import worker_program_to_json
-from autopar.lower.instructions import WHOLE, ArgumentUse, BufferSpec, StepProgram, WorkerProgram
+from autopar.lower.instructions import (
+    WHOLE,
+    ArgumentUse,
+    BufferSpec,
+    Key,
+    StepProgram,
+    WorkerProgram,
+)
 from autopar.runtime.arrays import DistributedArray
 from autopar.runtime.board import Board
-from autopar.runtime.control import (
-    DELETES,
-    FAILED,
-    FED,
-    FIRST_ARRAY_TAG,
-    Kind,
-    expect_reply,
-    frame_size,
-    read_reply,
-    send_message,
-)
+from autopar.runtime.calls import Calls, Given
+from autopar.runtime.control import FED, Kind
 from autopar.runtime.faults import DIED, diagnose
 from autopar.runtime.peer import Peer, peer_of
 from autopar.runtime.pipeline import micro_part
-from autopar.runtime.remote_worker import Key, fetch_plan
-from autopar.runtime.transfer import message_tag
-from autopar.runtime.transport.base import ArraySpec, Transport
+from autopar.runtime.transport.base import Request, Transport
 
 START_SECONDS = 180.0
 """Until all workers are up, connected, and have compiled their tasks."""
@@ -89,8 +83,8 @@ class ProcessPipeline:
     Args:
         step: verified.
         code: per worker, per task its `jax.export` bytes.
+        processes: of the workers; ended with the pipeline.
         hidden: closed-over arrays.
-        address: of a running Ray; None starts a local one.
         timeout: seconds that a wait inside a step may take.
         hang_seconds: a worker that does not move for so long is given up.
         progress: told what is being done.
@@ -116,17 +110,17 @@ class ProcessPipeline:
         self.pids: tuple[int, ...] = ()
         self._lock = threading.RLock()
         self._closed = ""
-        self._pending: dict[int, Any] = {}
+        self._pending: list[tuple[Peer, Request]] = []
         self._number = 0
         self._next = 0
-        self._sent = 0
         self.folder = Path(tempfile.mkdtemp(prefix="autopar-"))
         self._board = Board(self.folder, len(step.workers))
         self._processes = processes
-        self._transport: Any = None
+        self._calls: Calls | None = None
         # Also when it is simply dropped, or Python ends.
         self._finalizer = weakref.finalize(self, _clean_up, processes, self.folder)
         self._peers = [peer_of(worker) for worker in step.workers]
+        self._uses = step.uses()
         try:
             self._start(code, hidden, progress)
         except BaseException:
@@ -146,23 +140,13 @@ class ProcessPipeline:
         for worker in self.step.workers:
             processes.start(worker.rank, worker, secret, str(self._board.path), self.timeout)
         progress("connecting workers")
-        self._transport = processes.connect(secret, START_SECONDS)
+        self._calls = Calls(processes.connect(secret, START_SECONDS), self.timeout)
         progress("compiling on the workers")
         for worker, tasks in zip(self.step.workers, code, strict=True):
             processes.load(worker.rank, json.dumps(worker_program_to_json(worker)), tasks)
-            self._send_hidden(worker.hidden, worker.rank, hidden)
+            wanted = {index: hidden[index] for _, index in worker.hidden}
+            self._calls.send_hidden(worker.rank, wanted, START_SECONDS)
         self.pids = tuple(processes.loaded(START_SECONDS))
-
-    def _send_hidden(
-        self, wanted: Sequence[tuple[str, int]], rank: int, hidden: Sequence[Any]
-    ) -> None:
-        requests = [
-            self._transport.isend(
-                rank, message_tag(FIRST_ARRAY_TAG, index), _contiguous(np.asarray(hidden[index]))
-            )
-            for _, index in wanted
-        ]
-        self._transport.wait(requests, timeout=START_SECONDS)
 
     # --- a step --------------------------------------------------------------------------------
 
@@ -178,106 +162,75 @@ class ProcessPipeline:
         with self._lock:
             self.settle()
             number, self._number = self._number, self._number + 1
-            plan = self._arguments(leaves)
-            gone = self._given_away(leaves)
+            resident = [
+                self._resident(leaf, row) for leaf, row in zip(leaves, self._uses, strict=True)
+            ]
+            given = self._arguments(leaves, resident)
+            gone = self._given_away(leaves, resident)
             first = self._next
             self._next += max((len(peer.results) for peer in self._peers), default=0)
+            calls = self._open_calls()
             try:
                 for peer in self._peers:
-                    self._tell_step(peer, number, first, plan[peer.rank])
+                    rows = [given[peer.rank][key] for key, _ in peer.feeds]
+                    calls.step(peer, number, first, rows)
             except TransportError as error:
                 raise self._failure(error) from error
-            self._pending = {
-                peer.rank: expect_reply(self._transport, peer.rank) for peer in self._peers
-            }
+            self._pending = [(peer, calls.expect(peer)) for peer in self._peers]
             # Freed with the next message: this one still reads them.
             for parts in gone:
                 self.forget(parts)
             return self._results(first)
 
-    def _arguments(self, leaves: Sequence[Any]) -> list[dict[Key, tuple[int, bool, Any]]]:
-        """Per worker, per feed: handle, whether it is given away, and the array if it is fed."""
-        found: list[dict[Key, tuple[int, bool, Any]]] = [{} for _ in self._peers]
-        for number, (leaf, uses) in enumerate(zip(leaves, self.step.arguments, strict=True)):
-            resident = self._resident(leaf, uses)
-            whole: Any = None
-            for use in uses:
-                key = (number, use.micro)
-                if resident is not None:
-                    found[use.rank][key] = (resident.parts[use.rank], use.donated, None)
-                    continue
-                whole = np.asarray(leaf) if whole is None else whole
-                found[use.rank][key] = (FED, True, self._part(whole, use))
+    def _arguments(
+        self, leaves: Sequence[Any], resident: Sequence[DistributedArray | None]
+    ) -> list[dict[Key, Given]]:
+        """What each worker is given, by feed."""
+        found: list[dict[Key, Given]] = [{} for _ in self._peers]
+        for number, (leaf, here, row) in enumerate(zip(leaves, resident, self._uses, strict=True)):
+            whole = np.asarray(leaf) if row and here is None else None
+            for use, _ in row:
+                found[use.rank][number, use.micro] = (
+                    (FED, True, self._part(whole, use))
+                    if here is None
+                    else (here.parts[use.rank], use.donated, None)
+                )
         return found
 
-    def _given_away(self, leaves: Sequence[Any]) -> list[dict[int, int]]:
+    def _given_away(
+        self, leaves: Sequence[Any], resident: Sequence[DistributedArray | None]
+    ) -> list[dict[int, int]]:
         """Mark the arguments that are given away; the parts of them that no step takes over."""
-        left = []
-        for leaf, uses in zip(leaves, self.step.arguments, strict=True):
-            if not isinstance(leaf, DistributedArray) or not any(use.donated for use in uses):
+        left, gone = [], []
+        for leaf, here, row in zip(leaves, resident, self._uses, strict=True):
+            donors = {use.rank for use, _ in row if use.donated}
+            if not isinstance(leaf, DistributedArray) or not donors:
                 continue
-            here = self._resident(leaf, uses) is not None
-            taken = {use.rank for use in uses if use.donated} if here else set()
+            gone.append(leaf)
+            taken = donors if here is not None else set()
             if leaf.held_by(self):
                 left.append({r: handle for r, handle in leaf.parts.items() if r not in taken})
-        for leaf, uses in zip(leaves, self.step.arguments, strict=True):
-            if isinstance(leaf, DistributedArray) and any(use.donated for use in uses):
-                leaf.mark_gone("given away to a step")
+        for leaf in gone:
+            leaf.mark_gone("given away to a step")
         return left
 
-    def _resident(self, leaf: Any, uses: Sequence[ArgumentUse]) -> DistributedArray | None:
+    def _resident(
+        self, leaf: Any, row: Sequence[tuple[ArgumentUse, BufferSpec]]
+    ) -> DistributedArray | None:
         """The leaf, if every worker that wants it has it as it wants it."""
         if not isinstance(leaf, DistributedArray):
             return None
         leaf.check()
         if not leaf.held_by(self):
             return None
-        for use in uses:
-            if use.micro != WHOLE or leaf.specs.get(use.rank) != self._spec(use):
-                return None
-        return leaf
-
-    def _spec(self, use: ArgumentUse) -> BufferSpec:
-        return dict(self.step.workers[use.rank].buffers)[use.buffer]
+        fits = all(use.micro == WHOLE and leaf.specs.get(use.rank) == spec for use, spec in row)
+        return leaf if fits else None
 
     def _part(self, whole: Any, use: ArgumentUse) -> Any:
         if use.micro == WHOLE:
             return whole
         assert use.position is not None
         return micro_part(whole, use.position, self.step.micro_batches, use.micro)
-
-    def _tell_step(
-        self, peer: Peer, number: int, first: int, args: Mapping[Key, tuple[int, bool, Any]]
-    ) -> None:
-        rows = [args[key] for key, _ in peer.feeds]
-        unwanted, peer.unwanted = peer.unwanted[:DELETES], peer.unwanted[DELETES:]
-        body = [number, first, *(row[0] for row in rows), *(int(row[1]) for row in rows), *unwanted]
-        self._tell(peer, Kind.STEP, body)
-        for place, (_, _, array) in enumerate(rows):
-            if array is not None:
-                self._feed(peer, place, array)
-
-    def _tell(self, peer: Peer, kind: Kind, body: Sequence[int]) -> None:
-        request = send_message(self._transport, peer.rank, kind, body, frame_size(len(peer.feeds)))
-        if not request.done():
-            self._transport.wait([request], timeout=self.timeout)
-
-    def _feed(self, peer: Peer, place: int, array: Any) -> None:
-        plan, spec = peer.plans[place], peer.feeds[place][1]
-        array = np.asarray(array, dtype=jnp.dtype(spec.dtype))
-        if array.shape != spec.shape:
-            raise WorkerError(
-                "an argument does not fit the plan",
-                got=f"{array.dtype}{list(array.shape)}",
-                why=f"the plan says {spec.dtype}{list(spec.shape)}",
-            )
-        requests = []
-        for index, tile in enumerate(plan.tiles):
-            part = _contiguous(array[source_slice(plan, tile)])
-            self._sent += part.nbytes
-            tag = message_tag(FIRST_ARRAY_TAG + 1 + place, index)
-            requests.append(self._transport.isend(peer.rank, tag, part))
-        self._transport.wait(requests, timeout=self.timeout)
 
     def _results(self, first: int) -> list[DistributedArray]:
         made: dict[int, DistributedArray] = {}
@@ -299,25 +252,24 @@ class ProcessPipeline:
         """
         with self._lock:
             self._check_open()
-            pending, self._pending = self._pending, {}
+            pending, self._pending = self._pending, []
             if not pending:
                 return
+            calls = self._open_calls()
             try:
-                self._await(list(pending.values()))
-                for rank, head in pending.items():
-                    status, text = read_reply(self._transport, rank, head, self.timeout)
-                    if status == FAILED:
-                        raise TransportError(json.loads(text)["what"])
-            except TransportError as error:
+                self._await(calls.transport, [head for _, head in pending])
+                for peer, head in pending:
+                    calls.answer(peer, head)
+            except (TransportError, WorkerError) as error:
                 raise self._failure(error) from error
 
-    def _await(self, requests: Sequence[Any]) -> None:
+    def _await(self, transport: Transport, requests: Sequence[Request]) -> None:
         """Wait in slices; between them look whether anybody still moves."""
         seen = self._positions()
         since = time.monotonic()
         while True:
             try:
-                self._transport.wait(requests, timeout=POLL_SECONDS)
+                transport.wait(requests, timeout=POLL_SECONDS)
                 return
             except TransportError:
                 if not self._only_slow(requests):
@@ -328,7 +280,7 @@ class ProcessPipeline:
             elif time.monotonic() - since > self.hang_seconds:
                 raise TransportError(f"no worker has moved for {self.hang_seconds:g} s")
 
-    def _only_slow(self, requests: Sequence[Any]) -> bool:
+    def _only_slow(self, requests: Sequence[Request]) -> bool:
         """Whether a wait failed for want of time alone."""
         try:
             for request in requests:
@@ -347,7 +299,7 @@ class ProcessPipeline:
         """Find out who failed, end everything, and say it."""
         step = self._number - 1
         with contextlib.suppress(Exception):
-            self._transport.abort(str(error).partition("\n")[0])
+            self._open_calls().transport.abort(str(error).partition("\n")[0])
         told = self._last_words()
         made = diagnose(self._peers, self._board, told, error, step=step)
         self._closed = made.what
@@ -373,6 +325,10 @@ class ProcessPipeline:
                 "was on them is lost",
             )
 
+    def _open_calls(self) -> Calls:
+        assert self._calls is not None, "no worker was connected"
+        return self._calls
+
     # --- arrays --------------------------------------------------------------------------------
 
     def place(self, leaves: Sequence[Any]) -> list[Any]:
@@ -380,24 +336,24 @@ class ProcessPipeline:
         with self._lock:
             self.settle()
             placed = []
-            for number, (leaf, uses) in enumerate(zip(leaves, self.step.arguments, strict=True)):
-                fits = uses and all(use.micro == WHOLE for use in uses)
-                if not fits or self._resident(leaf, uses) is not None:
+            for number, (leaf, row) in enumerate(zip(leaves, self._uses, strict=True)):
+                fits = row and all(use.micro == WHOLE for use, _ in row)
+                if not fits or self._resident(leaf, row) is not None:
                     placed.append(leaf)
                     continue
-                placed.append(self._place(number, np.asarray(leaf), uses))
+                placed.append(self._place(number, np.asarray(leaf), row))
             return placed
 
-    def _place(self, number: int, array: Any, uses: Sequence[ArgumentUse]) -> DistributedArray:
+    def _place(
+        self, number: int, array: Any, row: Sequence[tuple[ArgumentUse, BufferSpec]]
+    ) -> DistributedArray:
         parts, specs = {}, {}
-        for use in uses:
+        for use, spec in row:
             peer = self._peers[use.rank]
             place = [key for key, _ in peer.feeds].index((number, WHOLE))
             handle, self._next = self._next, self._next + 1
-            self._tell(peer, Kind.PUT, [place, handle])
-            self._feed(peer, place, array)
-            self._reply(peer)
-            parts[use.rank], specs[use.rank] = handle, peer.feeds[place][1]
+            self._open_calls().put(peer, place, handle, array)
+            parts[use.rank], specs[use.rank] = handle, spec
         return DistributedArray(self, array.shape, str(array.dtype), parts, specs)
 
     def fetch(self, array: DistributedArray) -> np.ndarray[Any, Any]:
@@ -405,33 +361,10 @@ class ProcessPipeline:
         with self._lock:
             self.settle()
             rank, handle = next(iter(array.parts.items()))
-            peer, spec = self._peers[rank], array.specs[rank]
-            plan = fetch_plan(spec, self.step.workers[rank].mesh)
             try:
-                requests = [
-                    self._transport.irecv(
-                        rank, message_tag(FIRST_ARRAY_TAG, index), ArraySpec(tile.shape, spec.dtype)
-                    )
-                    for index, tile in enumerate(plan.tiles)
-                ]
-                body = [handle, FIRST_ARRAY_TAG]
-                self._tell(peer, Kind.FETCH, body)
-                self._reply(peer)
-                self._transport.wait(requests, timeout=self.timeout)
+                return self._open_calls().fetch(self._peers[rank], handle, array.specs[rank])
             except TransportError as error:
                 raise self._failure(error) from error
-            whole = np.empty(spec.shape, jnp.dtype(spec.dtype))
-            for tile, request in zip(plan.tiles, requests, strict=True):
-                whole[target_slices(plan, tile)[0][1]] = request.result()
-            return whole
-
-    def _reply(self, peer: Peer) -> str:
-        head = expect_reply(self._transport, peer.rank)
-        self._transport.wait([head], timeout=self.timeout)
-        status, text = read_reply(self._transport, peer.rank, head, self.timeout)
-        if status == FAILED:
-            raise WorkerError(json.loads(text)["what"])
-        return text
 
     def forget(self, parts: Mapping[int, int]) -> None:
         """Free these with the next step."""
@@ -446,8 +379,7 @@ class ProcessPipeline:
                 return
             self.settle()
             for rank, handle in parts.items():
-                self._tell(self._peers[rank], Kind.DELETE, [handle])
-                self._reply(self._peers[rank])
+                self._open_calls().delete(self._peers[rank], [handle])
 
     # --- what can be asked -----------------------------------------------------------------------
 
@@ -456,13 +388,10 @@ class ProcessPipeline:
         found: list[Mapping[str, int]] = []
         with self._lock:
             self.settle()
+            calls = self._open_calls()
             for peer in self._peers:
-                while peer.unwanted:
-                    some, peer.unwanted = peer.unwanted[:DELETES], peer.unwanted[DELETES:]
-                    self._tell(peer, Kind.DELETE, some)
-                    self._reply(peer)
-                self._tell(peer, Kind.STATS, [])
-                found.append(json.loads(self._reply(peer)))
+                calls.delete(peer, peer.take_unwanted())
+                found.append(json.loads(calls.ask(peer, Kind.STATS, [])))
         return found
 
     def record(self, *, on: bool) -> list[list[Mapping[str, Any]]]:
@@ -471,14 +400,13 @@ class ProcessPipeline:
         with self._lock:
             self.settle()
             for peer in self._peers:
-                self._tell(peer, Kind.EVENTS, [int(on)])
-                found.append(json.loads(self._reply(peer)))
+                found.append(json.loads(self._open_calls().ask(peer, Kind.EVENTS, [int(on)])))
         return found
 
     @property
     def bytes_fed(self) -> int:
         """Bytes that this process has sent to workers."""
-        return self._sent
+        return self._calls.sent if self._calls is not None else 0
 
     @property
     def closed(self) -> bool:
@@ -488,13 +416,13 @@ class ProcessPipeline:
     def close(self) -> None:
         """End all workers."""
         with self._lock:
-            if not self._closed:
-                for peer in self._peers:
+            calls, ended = self._calls, self._closed
+            self._closed = ended or "the runtime was closed"
+            if calls is not None:
+                for peer in () if ended else self._peers:
                     with contextlib.suppress(Exception):
-                        self._tell(peer, Kind.END, [])
-            self._closed = self._closed or "the runtime was closed"
-            if self._transport is not None:
-                self._transport.close()
+                        calls.tell(peer, Kind.END, [])
+                calls.transport.close()
             self._board.close()
             self._finalizer()
 
@@ -502,9 +430,3 @@ class ProcessPipeline:
 def _clean_up(processes: Processes, folder: Path) -> None:
     processes.end()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _contiguous(array: Any) -> np.ndarray[Any, Any]:
-    """The array in C order; a scalar stays one (numpy's own function makes it a vector)."""
-    made = np.asarray(array)
-    return made if made.flags.c_contiguous else made.copy(order="C")

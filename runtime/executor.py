@@ -38,6 +38,7 @@ from autopar.lower.instructions import (
     Fetch,
     Free,
     Instruction,
+    Key,
     Mark,
     Recv,
     Run,
@@ -171,7 +172,7 @@ class Executor:
         self._recorder = recorder
         self._report = report
         self._texts = tuple(map(instruction_text, program.instructions))
-        self._specs = dict(program.buffers)
+        self._specs = program.specs()
         self._donated = {task.name: task.donated for task in program.tasks}
         self._actions: dict[type, Callable[[Any], None]] = {
             Run: self._run,
@@ -191,7 +192,8 @@ class Executor:
         self._last: deque[Sequence[Any]] = deque()
         self._newest: Sequence[Any] = ()
         self._number, self._position, self._mark = -1, -1, ""
-        self._args: Mapping[tuple[int, int], Any] = {}
+        self._args: Mapping[Key, Any] = {}
+        self._given_away: frozenset[Key] = frozenset()
         self._borrowed: set[str] = set()
         self._held: dict[str, Any] = {}
         self._results: dict[int, Any] = {}
@@ -215,8 +217,8 @@ class Executor:
     def run(
         self,
         number: int,
-        args: Mapping[tuple[int, int], Any],
-        given_away: Collection[tuple[int, int]] = (),
+        args: Mapping[Key, Any],
+        given_away: Collection[Key] = (),
     ) -> Step:
         """One step, as a generator of waits.
 
@@ -238,7 +240,7 @@ class Executor:
         self._held = dict(self._loaded.persistent)
         self._borrowed = set(self._held)
         self._results = {}
-        keys = frozenset(given_away)
+        self._given_away = frozenset(given_away)
         try:
             self._bound_steps()
             report = self._report
@@ -246,9 +248,6 @@ class Executor:
                 self._position = position
                 if report is not None:
                     report(number, position)
-                if isinstance(instruction, Feed):
-                    if (instruction.argument, instruction.micro) not in keys:
-                        self._borrowed.add(instruction.buffer)
                 if reads and (self._arriving or leaves):
                     yield from self._make_ready(reads, leaves)
                 act(instruction)
@@ -353,6 +352,7 @@ class Executor:
             self._held.pop(buffer) if position in donated else self._held[buffer]
             for position, buffer in enumerate(run.inputs)
         ]
+        self._transport.launch()  # what was posted goes on meanwhile
         outputs = self._loaded.tasks[run.task](*inputs)
         if self._awaits:
             jax.block_until_ready(outputs)
@@ -398,7 +398,8 @@ class Executor:
         self._held[zero.buffer] = self._loaded.zeros[self._specs[zero.buffer]]()
 
     def _feed(self, feed: Feed) -> None:
-        array = self._args.get((feed.argument, feed.micro))
+        key = (feed.argument, feed.micro)
+        array = self._args.get(key)
         which = "" if feed.micro == WHOLE else f", micro-batch {feed.micro}"
         if array is None:
             raise WorkerError(f"argument {feed.argument}{which} was not given to this worker")
@@ -410,6 +411,8 @@ class Executor:
                 why=f"the plan says {spec.dtype}{list(spec.shape)}",
             )
         self._held[feed.buffer] = array
+        if key not in self._given_away:
+            self._borrowed.add(feed.buffer)
 
     def _fetch(self, fetch: Fetch) -> None:
         array = self._held[fetch.buffer]

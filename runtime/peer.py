@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
+from autopar.ir.mesh import Mesh
 from autopar.lower.cross_mesh import TilePlan
 from autopar.lower.instruction_text import instruction_text
-from autopar.lower.instructions import BufferSpec, WorkerProgram
-from autopar.runtime.remote_worker import Key, feed_plan, feeds_of, results_of
+from autopar.lower.instructions import BufferSpec, Key, WorkerProgram
+from autopar.runtime.remote_worker import feed_plan
 
 
 @dataclass
@@ -16,6 +18,7 @@ class Peer:
 
     Attributes:
         rank, stage: which.
+        mesh: its devices.
         feeds, plans: what it is fed in a step, in order, and by which tiles.
         results: what it keeps of a step, in order.
         texts: of its instructions.
@@ -24,21 +27,31 @@ class Peer:
 
     rank: int
     stage: str
+    mesh: Mesh
     feeds: tuple[tuple[Key, BufferSpec], ...]
     plans: tuple[TilePlan, ...]
     results: tuple[tuple[int, BufferSpec], ...]
     texts: tuple[str, ...]
-    unwanted: list[int] = field(default_factory=list)
+    unwanted: deque[int] = field(default_factory=deque)
+
+    def take_unwanted(self, most: int | None = None) -> list[int]:
+        """Up to so many of the unwanted handles, which it then forgets.
+
+        Handles come in from finalizers, in any thread at any allocation: one by one is atomic.
+        """
+        count = len(self.unwanted)
+        return [self.unwanted.popleft() for _ in range(count if most is None else min(count, most))]
 
 
 def peer_of(worker: WorkerProgram) -> Peer:
     """What the driver has to know of a worker."""
-    feeds = feeds_of(worker)
+    feeds = worker.feeds()
     return Peer(
         worker.rank,
         worker.stage,
+        worker.mesh,
         feeds,
         tuple(feed_plan(spec, worker.mesh) for _, spec in feeds),
-        results_of(worker),
+        worker.results(),
         tuple(map(instruction_text, worker.instructions)),
     )

@@ -16,11 +16,10 @@ import jax
 import numpy as np
 
 from autopar.errors import WorkerError
-from autopar.lower.instructions import WHOLE, ArgumentUse, BufferSpec, StepProgram
+from autopar.lower.instructions import WHOLE, ArgumentUse, BufferSpec, Key, StepProgram
 from autopar.runtime.executor import Event, Step
-from autopar.runtime.transfer import named_sharding
 from autopar.runtime.transport.in_process import InProcessHub
-from autopar.runtime.worker import Code, Worker, put_array
+from autopar.runtime.worker import Code, Worker, put_array, sharding_of
 
 CONNECT_SECONDS = 10.0
 
@@ -81,15 +80,13 @@ class LocalPipeline:
         for transport in self._transports:
             others = {rank: a for rank, a in addresses.items() if rank != transport.rank}
             transport.connect(others, timeout=CONNECT_SECONDS)
-        specs = [dict(worker.buffers) for worker in step.workers]
-        self._places: list[list[tuple[ArgumentUse, BufferSpec, Any]]] = []
-        for uses in step.arguments:
-            row = []
-            for use in uses:
-                spec = specs[use.rank][use.buffer]
-                mesh = step.workers[use.rank].mesh
-                row.append((use, spec, named_sharding(spec.sharding, mesh, devices[use.rank])))
-            self._places.append(row)
+        self._places: list[list[tuple[ArgumentUse, BufferSpec, Any]]] = [
+            [
+                (use, spec, sharding_of(spec, step.workers[use.rank], devices[use.rank]))
+                for use, spec in row
+            ]
+            for row in step.uses()
+        ]
         self._number = 0
         self.closed = False
 
@@ -126,11 +123,9 @@ class LocalPipeline:
         self._number += 1
         return [found[index] for index in range(len(self.step.results))]
 
-    def _arguments(
-        self, leaves: Sequence[Any]
-    ) -> tuple[list[dict[tuple[int, int], Any]], list[set[tuple[int, int]]]]:
-        args: list[dict[tuple[int, int], Any]] = [{} for _ in self._workers]
-        gone: list[set[tuple[int, int]]] = [set() for _ in self._workers]
+    def _arguments(self, leaves: Sequence[Any]) -> tuple[list[dict[Key, Any]], list[set[Key]]]:
+        args: list[dict[Key, Any]] = [{} for _ in self._workers]
+        gone: list[set[Key]] = [set() for _ in self._workers]
         for number, (leaf, row) in enumerate(zip(leaves, self._places, strict=True)):
             array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
             for use, spec, sharding in row:
@@ -149,8 +144,8 @@ class LocalPipeline:
 
     def _drive(
         self,
-        args: Sequence[dict[tuple[int, int], Any]],
-        given_away: Sequence[set[tuple[int, int]]],
+        args: Sequence[dict[Key, Any]],
+        given_away: Sequence[set[Key]],
     ) -> dict[int, Any]:
         """Advance all lists in turn until all are done."""
         found: dict[int, Any] = {}

@@ -15,7 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import replicated
 from autopar.lower.cross_mesh import TilePlan, plan_tiles
 from autopar.lower.instruction_text import worker_program_from_json
-from autopar.lower.instructions import BufferSpec, Feed, Fetch, WorkerProgram
+from autopar.lower.instructions import BufferSpec, Key, WorkerProgram
 from autopar.runtime.board import BoardRow
 from autopar.runtime.control import (
     FAILED,
@@ -39,29 +39,6 @@ ONE = Mesh(("x",), (1,))
 
 FOREVER = 10.0 * 365 * 86400
 """Seconds that a worker waits for its driver's next word: it ends when the driver is gone."""
-
-Key = tuple[int, int]
-"""(argument, micro-batch)."""
-
-
-def feeds_of(program: WorkerProgram) -> tuple[tuple[Key, BufferSpec], ...]:
-    """What a worker is fed in a step, in the order both sides speak of."""
-    specs = dict(program.buffers)
-    return tuple(
-        ((item.argument, item.micro), specs[item.buffer])
-        for item in program.instructions
-        if isinstance(item, Feed)
-    )
-
-
-def results_of(program: WorkerProgram) -> tuple[tuple[int, BufferSpec], ...]:
-    """The results that a worker keeps after a step, in order."""
-    specs = dict(program.buffers)
-    return tuple(
-        (item.result, specs[item.buffer])
-        for item in program.instructions
-        if isinstance(item, Fetch)
-    )
 
 
 def feed_plan(spec: BufferSpec, mesh: Mesh) -> TilePlan:
@@ -131,7 +108,7 @@ class RemoteWorker:
             The process's id.
         """
         made = worker_program_from_json(json.loads(program))
-        specs = dict(made.buffers)
+        specs = made.specs()
         hidden: dict[int, Any] = {}
         for buffer, index in made.hidden:
             spec = ArraySpec(specs[buffer].shape, specs[buffer].dtype)
@@ -143,8 +120,8 @@ class RemoteWorker:
         code: Mapping[str, Any] = dict(zip(names, codes, strict=True))
         self._worker.load(made, code, devices, self._transport, arrays)
         self._program = made
-        self._feeds = feeds_of(made)
-        self._results = results_of(made)
+        self._feeds = made.feeds()
+        self._results = made.results()
         self._plans = [feed_plan(spec, made.mesh) for _, spec in self._feeds]
         return os.getpid()
 

@@ -23,20 +23,15 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.errors import TransportError
-from autopar.ir.block import Block, block_of
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
-from autopar.lower.cross_mesh import TilePlan
+from autopar.lower.cross_mesh import Slices, TilePlan, source_slice, target_slices
 from autopar.lower.spmd import jax_mesh, partition_spec
 from autopar.runtime.transport.base import ArraySpec, Request, Transport
+from autopar.runtime.transport.buffers import ALIGNMENT, aligned_empty, contiguous
 
 TILES_PER_TAG = 4096
 """Message tags that belong to one transfer tag; no plan may have more tiles."""
-
-ALIGNMENT = 64
-"""Bytes; XLA's CPU client takes host memory over without a copy only if it is so aligned."""
-
-Slices = tuple[slice, ...]
 
 
 def message_tag(tag: int, tile: int) -> int:
@@ -47,27 +42,6 @@ def message_tag(tag: int, tile: int) -> int:
 def named_sharding(sharding: Sharding, mesh: Mesh, devices: Sequence[Any]) -> NamedSharding:
     """A boundary sharding over real devices."""
     return NamedSharding(jax_mesh(mesh, devices), partition_spec(sharding))
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
-    """A C-contiguous numpy array whose memory XLA's CPU client can take over."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    first = -raw.ctypes.data % ALIGNMENT
-    found: np.ndarray[Any, Any] = raw[first : first + size].view(dtype).reshape(shape)
-    return found
-
-
-def device_block(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, device: int) -> Block:
-    """The block that the device at a row-major position of the mesh holds."""
-    at = mesh.coordinates(device)
-    return block_of(sharding, shape, mesh, lambda axis: at[mesh.axis_index(axis)])
-
-
-def _inside(block: Block, starts: Sequence[int], shape: Sequence[int]) -> Slices:
-    """A tile of the global array as slices of a block that holds it."""
-    offsets = [start - first for start, first in zip(starts, block.starts, strict=True)]
-    return tuple(slice(o, o + size) for o, size in zip(offsets, shape, strict=True))
 
 
 def _check_count(plan: TilePlan) -> None:
@@ -100,12 +74,12 @@ class Sender:
 
     def _cut(self, plan: TilePlan, index: int, devices: Sequence[Any]) -> _Cut:
         tile = plan.tiles[index]
-        block = device_block(plan.source, plan.shape, plan.source_mesh, tile.source)
-        slices = _inside(block, tile.starts, tile.shape)
-        whole, device = tile.shape == block.shape, devices[tile.source]
+        slices = source_slice(plan, tile)
+        block = plan.source.local_shape(plan.shape, plan.source_mesh)
+        whole, device = tile.shape == block, devices[tile.source]
         program = None
         if self._device_memory and not whole:
-            given = _struct(block.shape, plan.dtype, device)
+            given = _struct(block, plan.dtype, device)
             program = jax.jit(partial(_take, slices)).lower(given).compile()
         return _Cut(device, slices, whole, program)
 
@@ -125,8 +99,7 @@ def _tile(cut: _Cut, block: Any) -> Any:
         return cut.on_device(block)
     if cut.whole:
         return block
-    part = block[cut.slices]
-    return part if part.flags.c_contiguous else part.copy(order="C")
+    return contiguous(block[cut.slices])
 
 
 def _take(slices: Slices, block: Any) -> Any:
@@ -162,31 +135,38 @@ class Receiver:
         self._device_memory = memory == "device"
         self._sharding = named_sharding(plan.target, plan.target_mesh, devices)
         self._specs = tuple(ArraySpec(tile.shape, plan.dtype) for tile in plan.tiles)
-        self._fills = tuple(self._fill(device, devices) for device in range(len(devices)))
-
-    def _fill(self, position: int, devices: Sequence[Any]) -> _Fill:
-        plan, device = self._plan, devices[position]
-        block = device_block(plan.target, plan.shape, plan.target_mesh, position)
-        parts = tuple(
-            (index, _inside(block, tile.starts, tile.shape))
-            for index, tile in enumerate(plan.tiles)
-            if position in tile.targets
+        parts: list[list[tuple[int, Slices]]] = [[] for _ in devices]
+        for index, tile in enumerate(plan.tiles):
+            for position, slices in target_slices(plan, tile):
+                parts[position].append((index, slices))
+        self._fills = tuple(
+            self._fill(position, device, tuple(parts[position]))
+            for position, device in enumerate(devices)
         )
+
+    def _fill(self, position: int, device: Any, parts: tuple[tuple[int, Slices], ...]) -> _Fill:
+        plan = self._plan
+        block = plan.target.local_shape(plan.shape, plan.target_mesh)
         filled = sum(math.prod(plan.tiles[index].shape) for index, _ in parts)
-        if filled != math.prod(block.shape):
+        if filled != math.prod(block):
             raise TransportError(
                 "the tiles of a transfer do not fill a target block",
-                got=f"{filled} of {math.prod(block.shape)} elements on device {position} of "
+                got=f"{filled} of {math.prod(block)} elements on device {position} of "
                 f"{plan.target_mesh}",
             )
-        whole = len(parts) == 1 and plan.tiles[parts[0][0]].shape == block.shape
+        whole = len(parts) == 1 and plan.tiles[parts[0][0]].shape == block
         program = None
         if self._device_memory and not whole:
             given = [_struct(plan.tiles[index].shape, plan.dtype, device) for index, _ in parts]
-            join = partial(_join, block.shape, self._dtype, [slices for _, slices in parts])
+            join = partial(_join, block, self._dtype, [slices for _, slices in parts])
             place = SingleDeviceSharding(device)
             program = jax.jit(join, out_shardings=place).lower(*given).compile()
-        return _Fill(device, block.shape, parts, whole, program)
+        return _Fill(device, block, parts, whole, program)
+
+    @property
+    def specs(self) -> tuple[ArraySpec, ...]:
+        """What arrives, tile by tile."""
+        return self._specs
 
     def post(self, transport: Transport, peer: int, tag: int) -> tuple[Request, ...]:
         """Expect all tiles."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.errors import WorkerError
 from autopar.lower.cross_mesh import TilePlan
-from autopar.lower.instructions import BufferSpec, Feed, Recv, Send, Task, WorkerProgram, Zero
+from autopar.lower.instructions import BufferSpec, Key, Recv, Send, Task, WorkerProgram, Zero
 from autopar.runtime.executor import Event, Executor, Loaded, Progress, Step
 from autopar.runtime.transfer import Receiver, Sender, named_sharding
 from autopar.runtime.transport.base import Transport
@@ -50,6 +50,13 @@ def in_place(array: Any, sharding: jax.sharding.Sharding) -> bool:
     if here is None:
         return False
     return bool(here == sharding or here.is_equivalent_to(sharding, array.ndim))
+
+
+def sharding_of(
+    spec: BufferSpec, program: WorkerProgram, devices: Sequence[Any]
+) -> jax.sharding.NamedSharding:
+    """How a buffer of a program lies on the worker's devices."""
+    return named_sharding(spec.sharding, program.mesh, devices)
 
 
 def put_array(array: Any, spec: BufferSpec, sharding: jax.sharding.Sharding) -> Any:
@@ -125,6 +132,8 @@ class Worker:
             senders=_senders(program, devices, transport.memory),
             receivers=_receivers(program, devices, transport.memory),
         )
+        for receiver in loaded.receivers.values():
+            transport.prepare(receiver.specs)
         executor = Executor(
             program,
             loaded,
@@ -133,7 +142,7 @@ class Worker:
             recorder=self._recorder,
             report=self._report,
         )
-        feeds = _feeds(program, devices)
+        feeds = {key: (spec, sharding_of(spec, program, devices)) for key, spec in program.feeds()}
         self._loaded = _Program(program, tuple(devices), transport, executor, feeds)
         self._routes.clear()
         self._failed = ""
@@ -141,9 +150,9 @@ class Worker:
     def start(
         self,
         number: int,
-        args: Mapping[tuple[int, int], Any],
+        args: Mapping[Key, Any],
         results: Mapping[int, int],
-        given_away: Collection[tuple[int, int]] = (),
+        given_away: Collection[Key] = (),
     ) -> Step:
         """A step as a generator of waits; see `step`, which drives it."""
         loaded = self._ready()
@@ -165,9 +174,9 @@ class Worker:
     def step(
         self,
         number: int,
-        args: Mapping[tuple[int, int], Any],
+        args: Mapping[Key, Any],
         results: Mapping[int, int],
-        given_away: Collection[tuple[int, int]] = (),
+        given_away: Collection[Key] = (),
     ) -> None:
         """Run one step to its end.
 
@@ -214,7 +223,7 @@ class Worker:
             )
         return self._loaded
 
-    def _argument(self, loaded: _Program, key: tuple[int, int], given: Any) -> Any:
+    def _argument(self, loaded: _Program, key: Key, given: Any) -> Any:
         if key not in loaded.feeds:
             raise WorkerError(
                 f"worker {loaded.program.rank} takes no argument {key[0]} (micro-batch {key[1]})"
@@ -227,7 +236,7 @@ class Worker:
     def put(self, handle: int, array: Any, spec: BufferSpec) -> None:
         """Keep an array, laid out as a buffer of this worker's mesh."""
         loaded = self._ready()
-        sharding = named_sharding(spec.sharding, loaded.program.mesh, loaded.devices)
+        sharding = sharding_of(spec, loaded.program, loaded.devices)
         self._store[handle] = jax.block_until_ready(put_array(array, spec, sharding))
 
     def get(self, handle: int) -> Any:
@@ -306,7 +315,7 @@ class _Program:
     devices: tuple[Any, ...]
     transport: Transport
     executor: Executor
-    feeds: Mapping[tuple[int, int], tuple[BufferSpec, jax.sharding.Sharding]]
+    feeds: Mapping[Key, tuple[BufferSpec, jax.sharding.Sharding]]
 
 
 def _struct(spec: BufferSpec, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
@@ -330,7 +339,7 @@ def compile_task(
     try:
         function = given if callable(given) else jax.export.deserialize(bytearray(given)).call
         ins, outs = (
-            tuple(named_sharding(spec.sharding, program.mesh, devices) for spec in specs)
+            tuple(sharding_of(spec, program, devices) for spec in specs)
             for specs in (task.inputs, task.outputs)
         )
         jitted = jax.jit(
@@ -359,15 +368,14 @@ def compile_task(
 def _makers_of_zeros(
     program: WorkerProgram, devices: Sequence[Any]
 ) -> dict[BufferSpec, Callable[[], Any]]:
-    specs = dict(program.buffers)
+    specs = program.specs()
     zeroed = (specs[step.buffer] for step in program.instructions if isinstance(step, Zero))
     makers: dict[BufferSpec, Callable[[], Any]] = {}
     for spec in zeroed:
         if spec not in makers:
-            sharding = named_sharding(spec.sharding, program.mesh, devices)
             zeros = jax.jit(
                 lambda spec=spec: jnp.zeros(spec.shape, jnp.dtype(spec.dtype)),
-                out_shardings=sharding,
+                out_shardings=sharding_of(spec, program, devices),
             )
             makers[spec] = zeros.lower().compile()
     return makers
@@ -376,14 +384,13 @@ def _makers_of_zeros(
 def _persistent(
     program: WorkerProgram, devices: Sequence[Any], hidden: Sequence[Any]
 ) -> dict[str, Any]:
-    specs = dict(program.buffers)
+    specs = program.specs()
     given = [(buffer, np.int32(value)) for buffer, value in program.constants]
     given += [(buffer, hidden[index]) for buffer, index in program.hidden]
     placed: dict[str, Any] = {}
     for buffer, array in given:
         spec = specs[buffer]
-        sharding = named_sharding(spec.sharding, program.mesh, devices)
-        placed[buffer] = put_array(array, spec, sharding)
+        placed[buffer] = put_array(array, spec, sharding_of(spec, program, devices))
     jax.block_until_ready(placed)
     return placed
 
@@ -398,16 +405,3 @@ def _receivers(program: WorkerProgram, devices: Sequence[Any], memory: str) -> d
     used = {step.transfer for step in program.instructions if isinstance(step, Recv)}
     plans = program.transfers
     return {number: Receiver(plans[number], devices, memory=memory) for number in sorted(used)}
-
-
-def _feeds(
-    program: WorkerProgram, devices: Sequence[Any]
-) -> dict[tuple[int, int], tuple[BufferSpec, jax.sharding.Sharding]]:
-    specs = dict(program.buffers)
-    found: dict[tuple[int, int], tuple[BufferSpec, jax.sharding.Sharding]] = {}
-    for step in program.instructions:
-        if isinstance(step, Feed):
-            spec = specs[step.buffer]
-            sharding = named_sharding(spec.sharding, program.mesh, devices)
-            found[step.argument, step.micro] = (spec, sharding)
-    return found

@@ -263,9 +263,8 @@ class _Maker:
         for op in self.graph.ops:
             often = self.times[op.index]
             self.made_in.update(dict.fromkeys(op.outputs, often))
-            for operand in op.inputs:
-                if not isinstance(operand, Literal):
-                    self.read_in.setdefault(operand, often)
+            for value in op.reads:
+                self.read_in.setdefault(value, often)
 
     def model(self, groups: tuple[Group, ...]) -> IntraModel:
         self._make_tables()

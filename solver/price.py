@@ -21,7 +21,7 @@ def value_names(graph: OpGraph, rules: Sequence[Rule]) -> dict[int, str]:
     """
     names = {entry.value: entry.name for entry in graph.inputs}
     for op, rule in zip(graph.ops, rules, strict=True):
-        arrays = [o for o in op.inputs if not isinstance(o, Literal)]
+        arrays = op.reads
         plain = rule.flops == 0 and all(f.kind in ("pass", "linear") for f in rule.factors)
         if len(arrays) == 1 and plain and arrays[0] in names:
             for value in op.outputs:
@@ -47,9 +47,9 @@ def _name_gradients(
         label = next((wanted[v] for v in op.outputs if v in wanted), None)
         if label is None or any(f.kind == "sum" for f in rules[op.index].factors):
             continue
-        for operand in op.inputs:
-            if not isinstance(operand, Literal) and graph.values[operand].shape:
-                wanted.setdefault(operand, label)
+        for value in op.reads:
+            if graph.values[value].shape:
+                wanted.setdefault(value, label)
     for operand, name in wanted.items():
         if not isinstance(operand, Literal):
             names.setdefault(operand, f"d {name}")

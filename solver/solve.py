@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import jax
 
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError, SolveError
+from autopar.errors import SolveError
 from autopar.ir.graph import OpGraph
-from autopar.ir.mesh import Mesh, factorisations
+from autopar.ir.mesh import Mesh
 from autopar.lower.program import Decisions, Program, Reshard, write_program
 from autopar.methods import (
     DataParallel,
@@ -21,22 +21,21 @@ from autopar.methods import (
     Zero2Parallel,
     Zero3Parallel,
 )
+from autopar.plan.boundaries import argument_boundaries, result_boundaries
 from autopar.plan.fingerprint import fingerprint, signatures
-from autopar.plan.plan import Boundary, CostSummary, FrozenPlan, ReshardChoice, SolverReport
+from autopar.plan.plan import CostSummary, FrozenPlan, ReshardChoice, SolverReport
 from autopar.rules.rule import Rule
 from autopar.rules.strategy import Assignment, assignment_text
 from autopar.solver.assemble import IntraModel, Restriction, assemble
 from autopar.solver.cost.memory import peak_bytes
 from autopar.solver.intra.problem import Limits, Solution
 from autopar.solver.intra.solve import solve_problem
+from autopar.solver.logical_mesh import fitting, logical_meshes
 from autopar.solver.price import communication_seconds, price_list
 from autopar.solver.search.data_parallel import data_parallel
 from autopar.solver.search.manual import manual
 from autopar.solver.search.space import Space
 from autopar.solver.search.zero import zero
-
-MAX_AXES = 2
-"""Logical meshes of more axes are tried only when asked for: their tables are large."""
 
 Progress = Callable[[str], None]
 
@@ -66,22 +65,9 @@ def space_of(method: Method, graph: OpGraph, cluster: Cluster, batch: Mapping[in
     if isinstance(method, ManualParallel):
         named = method.logical_mesh
         mesh = Mesh(*zip(*named, strict=True)) if named else Mesh.of(*cluster.shape)
-        return manual(graph, _fitting(mesh, devices), method.specs)
+        return manual(graph, fitting(mesh, devices), method.specs)
     sizes = method.logical_mesh if isinstance(method, ShardParallel) else None
-    if sizes is not None:
-        return Space("shard", (_fitting(Mesh.of(*sizes), devices),))
-    shapes = factorisations(devices, MAX_AXES) or ((1,),)
-    return Space("shard", tuple(Mesh.of(*shape) for shape in shapes))
-
-
-def _fitting(mesh: Mesh, devices: int) -> Mesh:
-    if mesh.size != devices:
-        raise ArgumentError(
-            "the logical mesh has another number of devices than the cluster",
-            got=f"{mesh} = {mesh.size} devices, cluster {devices}",
-            remedy="choose sizes whose product is the number of devices",
-        )
-    return mesh
+    return Space("shard", logical_meshes(sizes, devices))
 
 
 def solve(
@@ -197,8 +183,8 @@ def freeze(model: IntraModel, decisions: Decisions, solution: Solution, method: 
         cluster=model.collectives.cluster,
         mesh=model.mesh,
         method=method,
-        inputs=_inputs(graph, decisions),
-        outputs=_outputs(graph, decisions),
+        inputs=argument_boundaries(graph, decisions.inputs),
+        outputs=result_boundaries(graph, decisions.outputs),
         num_hidden=graph.num_hidden,
         strategies=tuple(
             assignment_text(rule, strategy.assignment, model.mesh)
@@ -218,24 +204,6 @@ def freeze(model: IntraModel, decisions: Decisions, solution: Solution, method: 
         ),
         solver=_report(solution, solution.lower_bound, solution.seconds, ()),
         notes=(*graph.notes, *replicated_notes(graph, rules)),
-    )
-
-
-def _inputs(graph: OpGraph, decisions: Decisions) -> tuple[Boundary, ...]:
-    made = []
-    for entry, sharding in zip(graph.inputs, decisions.inputs, strict=True):
-        value = graph.values[entry.value]
-        tail = (entry.donated, entry.tied_output)
-        made.append(Boundary(entry.name, value.shape, str(value.dtype), sharding, *tail))
-    return tuple(made)
-
-
-def _outputs(graph: OpGraph, decisions: Decisions) -> tuple[Boundary, ...]:
-    return tuple(
-        Boundary(name, graph.shape_of(operand), str(graph.dtype_of(operand)), sharding)
-        for name, operand, sharding in zip(
-            graph.output_names, graph.outputs, decisions.outputs, strict=True
-        )
     )
 
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.graph import Literal, Op, OpGraph
+from autopar.ir.graph import Op, OpGraph
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
 from autopar.rules.rule import Rule
@@ -22,10 +22,9 @@ from autopar.solver.cost.resharding import all_shardings
 def use_counts(graph: OpGraph) -> tuple[int, ...]:
     """Per value, how often it is used: as an operand or as a result of the function."""
     counts = [0] * len(graph.values)
-    for operands in (*(op.inputs for op in graph.ops), graph.outputs):
-        for operand in operands:
-            if not isinstance(operand, Literal):
-                counts[operand] += 1
+    for values in (*(op.reads for op in graph.ops), graph.returned):
+        for value in values:
+            counts[value] += 1
     return tuple(counts)
 
 

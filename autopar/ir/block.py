@@ -49,3 +49,9 @@ def block_of(
         for axes, size in zip(sharding.dims, local, strict=True)
     )
     return Block(starts, local)
+
+
+def device_block(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, device: int) -> Block:
+    """The block that the device at a row-major position of the mesh holds; its starts are ints."""
+    at = dict(zip(mesh.names, mesh.coordinates(device), strict=True))
+    return block_of(sharding, shape, mesh, lambda axis: at[axis])

@@ -93,6 +93,11 @@ class Op:
         """The primitive's name."""
         return str(self.primitive.name)
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The values among its operands, in their order, one as often as it is read."""
+        return tuple(operand for operand in self.inputs if not isinstance(operand, Literal))
+
 
 @dataclass(frozen=True, slots=True)
 class Input:
@@ -134,6 +139,11 @@ class OpGraph:
     outputs: tuple[Operand, ...]
     output_names: tuple[str, ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        """The values among its outputs, in their order, one as often as it is returned."""
+        return tuple(operand for operand in self.outputs if not isinstance(operand, Literal))
 
     def shape_of(self, operand: Operand) -> tuple[int, ...]:
         """Global shape of an operand."""

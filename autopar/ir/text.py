@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.ir.graph import Literal, Op, Operand, OpGraph
@@ -38,6 +38,11 @@ def operand_text(graph: OpGraph, operand: Operand) -> str:
     if isinstance(operand, Literal):
         return f"{operand.value}:{short_type(operand.shape, operand.dtype)}"
     return f"v{operand}:{short_type(graph.values[operand].shape, graph.values[operand].dtype)}"
+
+
+def wires_text(operands: Sequence[Operand]) -> str:
+    """Which values they are, and what the literals say: `3 =1.0 4`."""
+    return " ".join(f"={o.value}" if isinstance(o, Literal) else str(o) for o in operands)
 
 
 def signature(graph: OpGraph, op: Op) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import Literal, Op, OpGraph
+from autopar.ir.graph import Op, OpGraph
 from autopar.layers.hoist import hoist_sums
 from autopar.layers.line import Line
 from autopar.rules.rule import Rule
@@ -68,11 +68,6 @@ def assign(
     return Assignment(work.micro, len(starts), tuple(work.of), work.final_homes())
 
 
-def operands_of(op: Op) -> list[int]:
-    """The values an op reads."""
-    return [o for o in op.inputs if not isinstance(o, Literal)]
-
-
 @dataclass
 class _Work:
     """The state of one `assign`; each method is one pass."""
@@ -90,7 +85,7 @@ class _Work:
         self.of = [ANYWHERE] * len(self.graph.ops)
         self.maker = {value: op for op in self.graph.ops for value in op.outputs}
         for op in self.graph.ops:
-            for operand in dict.fromkeys(operands_of(op)):
+            for operand in dict.fromkeys(op.reads):
                 self.users.setdefault(operand, []).append(op)
 
     @property
@@ -122,12 +117,12 @@ class _Work:
         forward = set(line.ops)
         for op in reversed(self.graph.ops):
             if op.index in forward:
-                for value in (*op.outputs, *operands_of(op)):
+                for value in (*op.outputs, *op.reads):
                     self._hold(value, self.of[op.index], self.of[op.index])
             elif self.nobodys(op):
                 spans = [self.held[v] for v in op.outputs if v in self.held]
                 for low, high in spans:
-                    for value in operands_of(op):
+                    for value in op.reads:
                         self._hold(value, low, high)
 
     def _hold(self, value: int, low: int, high: int) -> None:
@@ -142,7 +137,7 @@ class _Work:
             if not self.in_loop(op) or self.of[op.index] >= 0 or self.nobodys(op):
                 continue
             limits = [self.stages - 1]
-            for value in operands_of(op):
+            for value in op.reads:
                 maker = self.maker.get(value)
                 if maker is not None and self._is_backward(maker):
                     limits.append(self.of[maker.index])
@@ -168,7 +163,7 @@ class _Work:
 
     def _can_move(self, op: Op, there: int, gathered: Mapping[int, str]) -> bool:
         here, fresh = self.of[op.index], 0
-        for value in operands_of(op):
+        for value in op.reads:
             maker = self.maker.get(value)
             if maker is None or not self._is_backward(maker):
                 low, high = self.held.get(value, (0, self.stages - 1))
@@ -199,7 +194,7 @@ class _Work:
             if stage is None or self.micro.phases[op.index] != AFTER:
                 continue
             size = self.graph.values[op.outputs[0]].size
-            for value in operands_of(op):
+            for value in op.reads:
                 if self.graph.values[value].size == size > 1:
                     wanted.setdefault(value, stage)
         self.homes = {**wanted, **self.homes}
@@ -233,14 +228,14 @@ class _Work:
             if isinstance(result, int) and self.stage_of(result) != ANYWHERE:
                 self.homes.setdefault(entry.value, self.stage_of(result))
         for op in after:
-            for value in operands_of(op):
+            for value in op.reads:
                 if value not in self.maker:
                     self.homes.setdefault(value, self.of[op.index])
 
     def _by_operands(self, op: Op) -> int:
         bytes_at: dict[int, int] = {}
         scalars: set[int] = set()
-        for value in operands_of(op):
+        for value in op.reads:
             stage = (
                 self.homes.get(value, ANYWHERE) if value not in self.maker else self.stage_of(value)
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import Literal, Op
+from autopar.ir.graph import Op
 from autopar.rules.rule import Rule
 from autopar.trace.batch import AFTER, LOOP
 from autopar.trace.micro_graph import SUMMED, MicroGraph
@@ -31,11 +31,7 @@ class _Loop:
 
     def made(self, op: Op) -> list[int]:
         """The operands of `op` that the loop makes."""
-        return [
-            o
-            for o in op.inputs
-            if not isinstance(o, Literal) and o in self.maker and self.has(self.maker[o])
-        ]
+        return [o for o in op.reads if o in self.maker and self.has(self.maker[o])]
 
 
 def hoist_sums(
@@ -68,9 +64,8 @@ def hoist_sums(
 def _look(micro: MicroGraph) -> _Loop:
     users: dict[int, list[Op]] = {}
     for op in micro.graph.ops:
-        for operand in op.inputs:
-            if not isinstance(operand, Literal):
-                users.setdefault(operand, []).append(op)
+        for operand in op.reads:
+            users.setdefault(operand, []).append(op)
     varying = frozenset(
         entry.value
         for entry, role in zip(micro.graph.inputs, micro.roles, strict=True)
@@ -98,9 +93,7 @@ def _is_linear(loop: _Loop, rules: Sequence[Rule], op: Op) -> bool:
     if any(values[v].size > values[op.outputs[0]].size for v in made):
         return False
     varying = {position for position, operand in enumerate(op.inputs) if operand in made}
-    if not varying or any(
-        not isinstance(operand, Literal) and operand in loop.inputs for operand in op.inputs
-    ):
+    if not varying or not loop.inputs.isdisjoint(op.reads):
         return False
     return any(
         factor.kind == "linear"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.graph import Literal
 from autopar.rules.rule import Rule
 from autopar.trace.backward import FORWARD
 from autopar.trace.batch import LOOP
@@ -46,8 +45,8 @@ def forward_line(micro: MicroGraph, rules: Sequence[Rule]) -> Line:
     last = dict(made)
     for op in graph.ops:
         if op.index in place:
-            for operand in op.inputs:
-                if not isinstance(operand, Literal) and operand in made:
+            for operand in op.reads:
+                if operand in made:
                     last[operand] = place[op.index]
     change = [0.0] * (len(ops) + 1)
     for value, number in made.items():

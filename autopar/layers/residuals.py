@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import networkx as nx
 
-from autopar.ir.graph import Literal, Op, OpGraph
+from autopar.ir.graph import Op, OpGraph
 from autopar.rules.rule import Rule
 
 _NEEDED, _FIXED = "needed", "fixed"
@@ -56,8 +56,8 @@ def choose_kept(
             if fixed:
                 flow.add_edge(("in", value), _FIXED)
                 continue
-            for operand in op.inputs:
-                if not isinstance(operand, Literal) and (operand in made or operand in costly):
+            for operand in op.reads:
+                if operand in made or operand in costly:
                     flow.add_edge(("in", value), ("out", operand))
     for value in wanted:
         flow.add_edge(_NEEDED, ("out", value))

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.graph import Input, Literal, Op, Operand, OpGraph, Value
+from autopar.ir.graph import Input, Literal, Op, OpGraph, Value
 from autopar.ir.verify import verify_graph
-from autopar.layers.assign import ANYWHERE, COORDINATOR, Assignment, operands_of
+from autopar.layers.assign import ANYWHERE, COORDINATOR, Assignment
 from autopar.layers.residuals import choose_kept
 from autopar.rules.rule import Rule
 from autopar.trace.backward import FORWARD
@@ -157,7 +157,7 @@ class _Shared:
             if self.phase(op) != AFTER:
                 continue
             level = 0
-            for value in operands_of(op):
+            for value in op.reads:
                 maker = self.maker.get(value)
                 if maker is None or self.stage(maker) == ANYWHERE:
                     continue
@@ -170,7 +170,7 @@ class _Shared:
         """Ops before the loop that read no input at all: made where they are needed."""
         found: set[int] = set()
         for op in self.graph.ops:
-            makers = [self.maker.get(v) for v in operands_of(op)]
+            makers = [self.maker.get(v) for v in op.reads]
             if self.phase(op) == BEFORE and all(m is not None and m.index in found for m in makers):
                 found.add(op.index)
         return found
@@ -190,11 +190,9 @@ class _Shared:
         todo = [
             self.need(v, late=self.phase(op) == AFTER)
             for op in self.ops_of(stage)
-            for v in operands_of(op)
+            for v in op.reads
         ]
-        todo += [
-            self.need(o, late=True) for _, o in self.results(stage) if not isinstance(o, Literal)
-        ]
+        todo += [self.need(value, late=True) for _, value in self.results(stage)]
         while todo:
             need = todo.pop()
             if need in seen:
@@ -205,12 +203,12 @@ class _Shared:
             if owner not in (ANYWHERE, stage):
                 found[need] = None
             elif owner == ANYWHERE and value in self.maker:
-                todo += [self.need(v, late=False) for v in operands_of(self.maker[value])]
+                todo += [self.need(v, late=False) for v in self.maker[value].reads]
         return sorted(found)
 
-    def results(self, stage: int) -> list[tuple[int, Operand]]:
-        """(number, operand) of the step's results that this stage hands out; never literals."""
-        found: list[tuple[int, Operand]] = []
+    def results(self, stage: int) -> list[tuple[int, int]]:
+        """(number, value) of the step's results that this stage hands out; literals have none."""
+        found: list[tuple[int, int]] = []
         tied = {e.tied_output: e.value for e in self.graph.inputs if e.tied_output >= 0}
         for number, operand in enumerate(self.graph.outputs):
             if isinstance(operand, Literal):
@@ -261,11 +259,11 @@ class _Stage:
 
     def _keep(self, forward: Sequence[Op], backward: Sequence[Op]) -> frozenset[int]:
         shared = self.shared
-        needed = {v for op in backward for v in operands_of(op)}
+        needed = {v for op in backward for v in op.reads}
         given = {
             v: shared.owner(v) not in (ANYWHERE, self.number) and not shared.is_leaf(v)
             for op in forward
-            for v in operands_of(op)
+            for v in op.reads
             if v not in shared.maker or shared.stage(shared.maker[v]) != self.number
         }
         return choose_kept(shared.graph, shared.rules, forward, needed, given=given)
@@ -327,12 +325,11 @@ class _Stage:
 
     # --- what goes out -------------------------------------------------------------------------
 
-    def _exits(self) -> list[tuple[Exit, str, Operand]]:
-        found: list[tuple[Exit, str, Operand]] = []
-        for number, operand in self.shared.results(self.number):
-            assert not isinstance(operand, Literal)
+    def _exits(self) -> list[tuple[Exit, str, int]]:
+        found: list[tuple[Exit, str, int]] = []
+        for number, value in self.shared.results(self.number):
             name = self.shared.graph.output_names[number]
-            found.append((Exit("result", number), name, self._resolve(operand, update_task(0))))
+            found.append((Exit("result", number), name, self._resolve(value, update_task(0))))
         for value, total in self.sends:
             maker = self.shared.maker[value]
             looped = self.shared.phase(maker) == LOOP and not total
@@ -341,7 +338,7 @@ class _Stage:
             found.append((Exit(kind, value), f"{kind}/v{value}", self._resolve(value, task)))
         return found
 
-    def _finished(self, exits: Sequence[tuple[Exit, str, Operand]]) -> StageGraph:
+    def _finished(self, exits: Sequence[tuple[Exit, str, int]]) -> StageGraph:
         shared = self.shared
         gathered = [
             (self.env[task, value], kind)
@@ -390,7 +387,7 @@ class _Stage:
     def _is_gathered_here(self, value: int, task: str) -> bool:
         """Only what a later task or an exit of this stage reads is gathered."""
         new = self.env[task, value]
-        late = any(t not in LOOPED and new in operands_of(op) for t, op, _ in self.ops)
+        late = any(t not in LOOPED and new in op.reads for t, op, _ in self.ops)
         handed = any(o == value for _, o in self.shared.results(self.number))
         return late or handed or (value, True) in self.sends
 
@@ -405,5 +402,5 @@ def _needed(ops: Sequence[Op], roots: set[int]) -> list[Op]:
     for op in reversed(ops):
         if op.effects or wanted.intersection(op.outputs):
             kept.append(op)
-            wanted.update(operands_of(op))
+            wanted.update(op.reads)
     return kept[::-1]

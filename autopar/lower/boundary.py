@@ -42,7 +42,7 @@ class Outside:
         if self.dtype == self.inside:
             return block
         if jnp.issubdtype(self.inside, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(block, impl=_impl(self.inside))
+            return jax.random.wrap_key_data(block, impl=key_impl(self.inside))
         return block.astype(self.inside)
 
     def leave(self, block: Any) -> Any:
@@ -53,12 +53,18 @@ class Outside:
         return block.reshape((*(1,) * self.sums, *block.shape)) if self.sums else block
 
 
-def _impl(dtype: Any) -> str:
-    """The generator of a key type: `key<fry>` is `threefry2x32`."""
+def key_impl(dtype: Any) -> Any:
+    """The generator of a key type, as `jax.random.wrap_key_data` takes it: `threefry2x32`, say.
+
+    JAX tells it of keys only, not of their dtype, so a key that is never made is asked.
+    """
     found: list[Any] = []
-    key = jax.ShapeDtypeStruct((), dtype)
-    jax.eval_shape(lambda x: found.append(jax.random.key_impl(x)) or 0, key)  # type: ignore[func-returns-value]
-    return str(found[0])
+
+    def ask(key: Any) -> None:
+        found.append(jax.random.key_impl(key))
+
+    jax.eval_shape(ask, jax.ShapeDtypeStruct((), dtype))
+    return found[0]
 
 
 def outside(

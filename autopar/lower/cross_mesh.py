@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from autopar.errors import VerifyError
-from autopar.ir.block import block_of
+from autopar.ir.block import Block, device_block
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding, check_sharding
 
@@ -90,15 +90,17 @@ def plan_tiles(  # noqa: PLR0913 - both ends in full
     holders = _holders(shape, source_mesh, source)
     wanted = _holders(shape, target_mesh, target)
     parts = []
-    for (starts, block), devices in wanted.items():
+    for block, devices in wanted.items():
         by_worker: dict[int, list[int]] = {}
         for device in devices:
             by_worker.setdefault(owners[device], []).append(device)
-        for (from_starts, from_block), senders in holders.items():
-            low = tuple(map(max, starts, from_starts))
+        for held, senders in holders.items():
+            low = tuple(map(max, block.starts, held.starts))
             high = tuple(
                 min(a + n, b + k)
-                for a, n, b, k in zip(starts, block, from_starts, from_block, strict=True)
+                for a, n, b, k in zip(
+                    block.starts, block.shape, held.starts, held.shape, strict=True
+                )
             )
             part = tuple(h - w for h, w in zip(high, low, strict=True))
             if any(size <= 0 for size in part):
@@ -128,42 +130,37 @@ def _with_senders(parts: Sequence[Part], mesh: Mesh) -> tuple[Tile, ...]:
     )
 
 
-Place = tuple[tuple[int, ...], tuple[int, ...]]
-
-
 def _holders(
     shape: tuple[int, ...], mesh: Mesh, sharding: Sharding
-) -> Mapping[Place, tuple[int, ...]]:
-    """Distinct blocks (starts, shape) with the devices that hold each, in device order."""
-    found: dict[Place, list[int]] = {}
+) -> Mapping[Block, tuple[int, ...]]:
+    """Distinct blocks with the devices that hold each, in device order."""
+    found: dict[Block, list[int]] = {}
     for device in range(mesh.size):
-        found.setdefault(_block(shape, mesh, sharding, device), []).append(device)
-    return {place: tuple(devices) for place, devices in found.items()}
+        found.setdefault(device_block(sharding, shape, mesh, device), []).append(device)
+    return {block: tuple(devices) for block, devices in found.items()}
 
 
-def _block(shape: tuple[int, ...], mesh: Mesh, sharding: Sharding, device: int) -> Place:
-    at = dict(zip(mesh.names, mesh.coordinates(device), strict=True))
-    block = block_of(sharding, shape, mesh, lambda axis: at[axis])
-    return tuple(map(int, block.starts)), block.shape
+def _source_block(plan: TilePlan, device: int) -> Block:
+    return device_block(plan.source, plan.shape, plan.source_mesh, device)
 
 
-def _inside(tile: Tile, starts: tuple[int, ...]) -> Slices:
-    return tuple(
-        slice(a - b, a - b + n) for a, b, n in zip(tile.starts, starts, tile.shape, strict=True)
-    )
+def _target_block(plan: TilePlan, device: int) -> Block:
+    return device_block(plan.target, plan.shape, plan.target_mesh, device)
+
+
+def _inside(tile: Tile, block: Block) -> Slices:
+    places = zip(tile.starts, block.starts, tile.shape, strict=True)
+    return tuple(slice(a - b, a - b + n) for a, b, n in places)
 
 
 def source_slice(plan: TilePlan, tile: Tile) -> Slices:
     """Where a tile is in its sender's block."""
-    return _inside(tile, _block(plan.shape, plan.source_mesh, plan.source, tile.source)[0])
+    return _inside(tile, _source_block(plan, tile.source))
 
 
 def target_slices(plan: TilePlan, tile: Tile) -> tuple[tuple[int, Slices], ...]:
     """Per device that takes a tile, where it goes in that device's block."""
-    return tuple(
-        (device, _inside(tile, _block(plan.shape, plan.target_mesh, plan.target, device)[0]))
-        for device in tile.targets
-    )
+    return tuple((device, _inside(tile, _target_block(plan, device))) for device in tile.targets)
 
 
 def itemsize(dtype: str) -> int:
@@ -194,11 +191,9 @@ def verify_tiles(plan: TilePlan) -> None:
     covered = [0] * plan.target_mesh.size
     boxes: list[list[Tile]] = [[] for _ in range(plan.target_mesh.size)]
     for tile in plan.tiles:
-        starts, block = _block(plan.shape, plan.source_mesh, plan.source, tile.source)
-        _check_inside(tile, starts, block, f"source device {tile.source}")
+        _check_inside(tile, _source_block(plan, tile.source), f"source device {tile.source}")
         for device in tile.targets:
-            starts, block = _block(plan.shape, plan.target_mesh, plan.target, device)
-            _check_inside(tile, starts, block, f"target device {device}")
+            _check_inside(tile, _target_block(plan, device), f"target device {device}")
             covered[device] += math.prod(tile.shape)
             boxes[device].append(tile)
     size = plan.target.local_size(plan.shape, plan.target_mesh)
@@ -212,10 +207,10 @@ def verify_tiles(plan: TilePlan) -> None:
             )
 
 
-def _check_inside(tile: Tile, starts: tuple[int, ...], block: tuple[int, ...], who: str) -> None:
+def _check_inside(tile: Tile, block: Block, who: str) -> None:
     inside = all(
         b <= a and a + n <= b + k
-        for a, n, b, k in zip(tile.starts, tile.shape, starts, block, strict=True)
+        for a, n, b, k in zip(tile.starts, tile.shape, block.starts, block.shape, strict=True)
     )
     if not inside:
         raise VerifyError(f"a tile is outside the block of {who}", got=str(tile))

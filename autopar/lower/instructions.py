@@ -21,6 +21,7 @@ value that is held as pending sums has the axes of its sum as leading dims: `low
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.ir.mesh import Mesh
@@ -29,6 +30,9 @@ from autopar.lower.cross_mesh import TilePlan
 
 WHOLE = -1
 """In place of a micro-batch: the whole argument."""
+
+Key = tuple[int, int]
+"""What a worker is fed: (argument leaf, micro-batch or WHOLE)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,22 @@ class WorkerProgram:
     transfers: tuple[TilePlan, ...]
     instructions: tuple[Instruction, ...]
 
+    def specs(self) -> Mapping[str, BufferSpec]:
+        """The spec of every buffer."""
+        return dict(self.buffers)
+
+    def feeds(self) -> tuple[tuple[Key, BufferSpec], ...]:
+        """What it is fed in a step, in the order in which both sides speak of it."""
+        specs, steps = self.specs(), self.instructions
+        feeds = [step for step in steps if isinstance(step, Feed)]
+        return tuple(((feed.argument, feed.micro), specs[feed.buffer]) for feed in feeds)
+
+    def results(self) -> tuple[tuple[int, BufferSpec], ...]:
+        """The results it keeps after a step: which, and how they lie, in order."""
+        specs, steps = self.specs(), self.instructions
+        fetches = [step for step in steps if isinstance(step, Fetch)]
+        return tuple((fetch.result, specs[fetch.buffer]) for fetch in fetches)
+
 
 @dataclass(frozen=True, slots=True)
 class ArgumentUse:
@@ -182,16 +202,14 @@ class ResultSource:
     """Where a result leaf comes from.
 
     Attributes:
-        rank, buffer: the worker, and the buffer its FETCH hands out; rank -1: a literal.
+        rank, buffer: the worker, and the buffer its FETCH hands out.
         shape, dtype: of the result as the user knows it (dtype may be a key type's name).
-        literal: the value, where the result does not depend on anything.
     """
 
     rank: int
     buffer: str
     shape: tuple[int, ...]
     dtype: str
-    literal: float | int | bool | complex | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +227,10 @@ class StepProgram:
     workers: tuple[WorkerProgram, ...]
     arguments: tuple[tuple[ArgumentUse, ...], ...]
     results: tuple[ResultSource, ...]
+
+    def uses(self) -> tuple[tuple[tuple[ArgumentUse, BufferSpec], ...], ...]:
+        """Per argument leaf, where it goes and how it lies there."""
+        specs = [worker.specs() for worker in self.workers]
+        return tuple(
+            tuple((use, specs[use.rank][use.buffer]) for use in row) for row in self.arguments
+        )

@@ -10,18 +10,15 @@ import jax
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Literal, OpGraph
-from autopar.ir.reshard import Step
-from autopar.ir.sharding import Sharding
 from autopar.layers.divide import Staged, divide_step, into_stages
+from autopar.lower.from_plan import decisions_of
 from autopar.lower.instructions import StepProgram
-from autopar.lower.program import Decisions
-from autopar.lower.spmd import abstract_mesh, named_shardings
+from autopar.lower.spmd import AnyMesh, abstract_mesh, form_avals, jit_forms
 from autopar.lower.step_program import StageLowering, step_program
 from autopar.lower.tasks import StageTask, stage_tasks, task_function
 from autopar.plan.fingerprint import check_fingerprint
 from autopar.plan.pipeline import PipelinePlan
 from autopar.plan.plan import FrozenPlan
-from autopar.plan.resolve import plan_strategies
 from autopar.rules.rule import Rule
 
 
@@ -56,17 +53,13 @@ def lower_pipeline(plan: PipelinePlan, graph: OpGraph, rules: Sequence[Rule]) ->
         lower_stage(staged, number, stage.plan) for number, stage in enumerate(plan.stages)
     )
     micro = divided.micro.graph
-    forms = []
-    for operand in micro.outputs:
-        assert not isinstance(operand, Literal)
-        value = micro.values[operand]
-        forms.append((value.shape, str(value.dtype)))
+    results = [micro.values[value] for value in micro.returned]
     step = step_program(
         stages,
         plan.schedule,
         arguments=len(graph.inputs) - graph.num_hidden,
         hidden=graph.num_hidden,
-        results=forms,
+        results=[(value.shape, str(value.dtype)) for value in results],
     )
     return LoweredPipeline(staged, stages, step, divided.results)
 
@@ -78,21 +71,7 @@ def lower_stage(staged: Staged, number: int, plan: FrozenPlan) -> StageLowering:
         PlanError: the plan is of another stage, or damaged.
     """
     stage, rules = staged.graphs[number], staged.rules(number)
-    check_fingerprint(plan, stage.graph)
-    chosen = {(c.value, c.source, c.target): c.steps for c in plan.reshards}
-
-    def steps_of(value: int, source: Sharding, target: Sharding) -> tuple[Step, ...]:
-        steps = chosen.get((value, source, target))
-        if steps is None:
-            raise PlanError(f"the plan has no way from {source} to {target} for v{value}")
-        return steps
-
-    decisions = Decisions(
-        tuple(entry.sharding for entry in plan.inputs),
-        plan_strategies(plan, stage.graph, rules),
-        plan.settled,
-        tuple(entry.sharding for entry in plan.outputs),
-    )
+    decisions, steps_of = decisions_of(plan, stage.graph, rules)
     return StageLowering(
         stage,
         plan.mesh,
@@ -102,33 +81,18 @@ def lower_stage(staged: Staged, number: int, plan: FrozenPlan) -> StageLowering:
     )
 
 
-Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+def jit_task(task: StageTask, mesh: AnyMesh) -> Callable[..., Any]:
+    """`jax.jit` of a task with its boundary shardings; who compiles it adds what it donates."""
+    made: Callable[..., Any] = jit_forms(task_function(task, mesh), mesh, *task.forms())
+    return made
 
 
-def jit_task(task: StageTask, mesh: Mesh, donated: Sequence[int]) -> Callable[..., Any]:
-    """`jax.jit` of a task with its boundary shardings and donations."""
-    ins, outs = task.forms()
-    return jax.jit(
-        task_function(task, mesh),
-        in_shardings=named_shardings([form.sharding for form in ins], mesh),
-        out_shardings=named_shardings([form.sharding for form in outs], mesh),
-        donate_argnums=tuple(donated),
-    )
-
-
-def export_task(task: StageTask, donated: Sequence[int], platforms: Sequence[str]) -> bytes:
+def export_task(task: StageTask, platforms: Sequence[str]) -> bytes:
     """The task as `jax.export` bytes, which run on any mesh of the same shape.
 
     Raises:
         PlanError: it calls back into Python.
     """
-    mesh = abstract_mesh(task.program.mesh)
-    ins, _ = task.forms()
-    shardings = named_shardings([form.sharding for form in ins], mesh)
-    shapes = [
-        jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding)
-        for form, sharding in zip(ins, shardings, strict=True)
-    ]
     if callback := next((op for op in task.program.graph.ops if op.effects), None):
         raise PlanError(
             f"{callback.name} cannot be sent to a worker",
@@ -136,5 +100,8 @@ def export_task(task: StageTask, donated: Sequence[int], platforms: Sequence[str
             why="it calls back into this Python process",
             remedy="Cluster.local() runs it; or leave the callback out",
         )
-    jitted: Any = jit_task(task, mesh, donated)
-    return bytes(jax.export.export(jitted, platforms=list(platforms))(*shapes).serialize())
+    mesh = abstract_mesh(task.program.mesh)
+    ins, _ = task.forms()
+    jitted: Any = jit_task(task, mesh)
+    exported = jax.export.export(jitted, platforms=list(platforms))(*form_avals(ins, mesh))
+    return bytes(exported.serialize())

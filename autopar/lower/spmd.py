@@ -17,13 +17,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from autopar.ir.graph import Literal
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
-from autopar.lower.boundary import program_forms
+from autopar.lower.boundary import Outside, program_forms
 from autopar.lower.collectives import run_finish, run_step
 from autopar.lower.program import Program, Reshard, RunOp, literal_steps
 from autopar.rules.rule import Local, Rule
 
 LocalFunction = Callable[..., tuple[Any, ...]]
 """Local blocks of the inputs to local blocks of the outputs."""
+
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 def partition_spec(sharding: Sharding) -> PartitionSpec:
@@ -110,7 +112,7 @@ def _run_op(
 
 
 def spmd_function(
-    program: Program, rules: Sequence[Rule], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+    program: Program, rules: Sequence[Rule], mesh: AnyMesh
 ) -> Callable[..., tuple[Any, ...]]:
     """The program on global arrays: flat inputs (hidden ones last) to flat outputs."""
     local = local_function(program, rules)
@@ -120,6 +122,13 @@ def spmd_function(
         results = local(*(form.enter(block) for form, block in zip(ins, blocks, strict=True)))
         return tuple(form.leave(result) for form, result in zip(outs, results, strict=True))
 
+    return map_blocks(run, mesh, ins, outs)
+
+
+def map_blocks(
+    run: LocalFunction, mesh: AnyMesh, ins: Sequence[Outside], outs: Sequence[Outside]
+) -> Callable[..., tuple[Any, ...]]:
+    """A function of blocks, as one of global arrays in their outside forms."""
     return jax.shard_map(
         run,
         mesh=mesh,
@@ -129,22 +138,37 @@ def spmd_function(
     )
 
 
-def named_shardings(
-    shardings: Sequence[Sharding], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
-) -> tuple[NamedSharding, ...]:
+def named_shardings(shardings: Sequence[Sharding], mesh: AnyMesh) -> tuple[NamedSharding, ...]:
     """Boundary shardings as JAX wants them."""
     return tuple(NamedSharding(mesh, partition_spec(s)) for s in shardings)
 
 
-def jit_program(
-    program: Program, rules: Sequence[Rule], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+def form_avals(forms: Sequence[Outside], mesh: AnyMesh) -> list[jax.ShapeDtypeStruct]:
+    """Global shapes and shardings of arrays in their outside forms."""
+    shardings = named_shardings([form.sharding for form in forms], mesh)
+    return [
+        jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding)
+        for form, sharding in zip(forms, shardings, strict=True)
+    ]
+
+
+def jit_forms(
+    function: Callable[..., Any],
+    mesh: AnyMesh,
+    ins: Sequence[Outside],
+    outs: Sequence[Outside],
+    donated: Sequence[int] = (),
 ) -> Any:
-    """`jax.jit` of the program with its boundary shardings and the user's donation."""
-    donated = tuple(i for i, entry in enumerate(program.graph.inputs) if entry.donated)
-    ins, outs = program_forms(program)
+    """`jax.jit` of a function of global arrays in their outside forms."""
     return jax.jit(
-        spmd_function(program, rules, mesh),
+        function,
         in_shardings=named_shardings([form.sharding for form in ins], mesh),
         out_shardings=named_shardings([form.sharding for form in outs], mesh),
-        donate_argnums=donated,
+        donate_argnums=tuple(donated),
     )
+
+
+def jit_program(program: Program, rules: Sequence[Rule], mesh: AnyMesh) -> Any:
+    """`jax.jit` of the program with its boundary shardings and the user's donation."""
+    donated = tuple(i for i, entry in enumerate(program.graph.inputs) if entry.donated)
+    return jit_forms(spmd_function(program, rules, mesh), mesh, *program_forms(program), donated)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ScheduleError
-from autopar.ir.graph import Literal, OpGraph
+from autopar.ir.graph import OpGraph
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
 from autopar.layers.stage_graph import (
@@ -22,7 +22,7 @@ from autopar.layers.stage_graph import (
     Exit,
     StageGraph,
 )
-from autopar.lower.boundary import outside
+from autopar.lower.boundary import Outside, outside
 from autopar.lower.cross_mesh import TilePlan, plan_tiles
 from autopar.lower.instructions import (
     WHOLE,
@@ -121,10 +121,9 @@ def _exits(lowering: StageLowering) -> tuple[Out, ...]:
             made[slot, task.name in LOOPED] = task.name
     found = []
     graph = lowering.stage.graph
-    sides = zip(lowering.stage.exits, graph.outputs, lowering.outputs, strict=True)
-    for exit_, operand, sharding in sides:
-        assert not isinstance(operand, Literal)
-        slot = Slot(operand, sharding)
+    sides = zip(lowering.stage.exits, graph.returned, lowering.outputs, strict=True)
+    for exit_, value, sharding in sides:
+        slot = Slot(value, sharding)
         looped = exit_.kind == "recv" and (slot, True) in made
         found.append((exit_, slot, made[slot, looped]))
     return tuple(found)
@@ -170,7 +169,9 @@ class _Worker:
     def __post_init__(self) -> None:
         self.tasks = {task.name: task for task in self.lowering.tasks}
         self.exits = _exits(self.lowering)
-        for number, slot in enumerate(self.ports()):
+        entries = zip(self.graph.inputs, self.lowering.inputs, strict=True)
+        self.ports = tuple(Slot(entry.value, sharding) for entry, sharding in entries)
+        for number, slot in enumerate(self.ports):
             self.names[slot, self.is_looped_port(number)] = f"p{number}"
         variants: dict[int, int] = {}
         for task in self.lowering.tasks:
@@ -192,10 +193,6 @@ class _Worker:
     def graph(self) -> OpGraph:
         return self.lowering.stage.graph
 
-    def ports(self) -> list[Slot]:
-        entries = zip(self.graph.inputs, self.lowering.inputs, strict=True)
-        return [Slot(entry.value, sharding) for entry, sharding in entries]
-
     def leaf_port(self, leaf: int) -> int:
         """The port of a leaf that this stage keeps."""
         ports = self.lowering.stage.ports
@@ -216,9 +213,10 @@ class _Worker:
     def define(self, slot: Slot, micro: int) -> str:
         """The same, with its spec noted."""
         name = self.name(slot, micro)
-        value = self.graph.values[slot.value]
-        form = outside(value.shape, value.dtype, slot.sharding, self.lowering.mesh, wide=slot.wide)
-        self.specs.setdefault(name, BufferSpec(form.shape, str(form.dtype), form.sharding))
+        if name not in self.specs:
+            value, mesh = self.graph.values[slot.value], self.lowering.mesh
+            form = outside(value.shape, value.dtype, slot.sharding, mesh, wide=slot.wide)
+            self.specs[name] = _spec(form)
         return name
 
     def transfer(self, plan: TilePlan) -> int:
@@ -226,7 +224,7 @@ class _Worker:
 
     def bring(self, number: int, micro: int) -> None:
         """Have the buffer of an argument, constant or closed-over array at hand."""
-        port, slot = self.lowering.stage.ports[number], self.ports()[number]
+        port, slot = self.lowering.stage.ports[number], self.ports[number]
         looped = self.is_looped_port(number)
         name = self.define(slot, micro if looped else WHOLE)
         if name in self.fed or port.kind in ("recv", "total"):
@@ -249,7 +247,7 @@ class _Worker:
 
     def run(self, task: StageTask, micro: int) -> None:
         """Append a task, with the arguments it is the first to read."""
-        place = {slot: number for number, slot in enumerate(self.ports())}
+        place = {slot: number for number, slot in enumerate(self.ports)}
         for slot in task.all_inputs:
             if slot in place:
                 self.bring(place[slot], micro)
@@ -289,10 +287,7 @@ class _Worker:
         return any(isinstance(item, Run) and item.task == task.name for item in self.code)
 
     def _task(self, task: StageTask) -> Task:
-        ins, outs = (
-            tuple(BufferSpec(form.shape, str(form.dtype), form.sharding) for form in side)
-            for side in task.forms()
-        )
+        ins, outs = (tuple(map(_spec, side)) for side in task.forms())
         first = len(task.inputs)
         grown = range(first, first + len(task.grown))
         return Task(task.name, ins, outs, (*self._updated_in_place(task), *grown))
@@ -301,20 +296,24 @@ class _Worker:
         """Arguments the caller gives away whose next value the task makes, in the same form."""
         found = []
         later = self.lowering.tasks[self.lowering.tasks.index(task) + 1 :]
-        outputs = list(zip(self.graph.outputs, self.lowering.outputs, strict=True))
-        for number, (entry, slot) in enumerate(zip(self.graph.inputs, self.ports(), strict=True)):
+        outputs = list(zip(self.graph.returned, self.lowering.outputs, strict=True))
+        for number, (entry, slot) in enumerate(zip(self.graph.inputs, self.ports, strict=True)):
             if not entry.donated or entry.tied_output < 0 or slot not in task.inputs:
                 continue
-            operand, sharding = outputs[entry.tied_output]
-            made = not isinstance(operand, Literal) and Slot(operand, sharding) in task.outputs
+            value, sharding = outputs[entry.tied_output]
+            made = Slot(value, sharding) in task.outputs
             same = sharding == slot.sharding
             last = not any(slot in other.inputs for other in later)
             whole = not self.is_looped_port(number) and task.name not in LOOPED
-            if made and same and last and whole and not isinstance(operand, Literal):
-                old, new = self.graph.values[entry.value], self.graph.values[operand]
+            if made and same and last and whole:
+                old, new = self.graph.values[entry.value], self.graph.values[value]
                 if (old.shape, old.dtype) == (new.shape, new.dtype):
                     found.append(task.inputs.index(slot))
         return tuple(sorted(found))
+
+
+def _spec(form: Outside) -> BufferSpec:
+    return BufferSpec(form.shape, str(form.dtype), form.sharding)
 
 
 def _buffers(item: Instruction) -> tuple[str, ...]:
@@ -353,6 +352,12 @@ class _Writer:
             for worker in workers
             for exit_, _, task in worker.exits
         }
+        self.readers: dict[tuple[int, str, int], list[tuple[_Worker, int]]] = {}
+        for worker in workers:
+            for number, port in enumerate(worker.lowering.stage.ports):
+                key = (port.stage, port.kind, port.source)
+                self.readers.setdefault(key, []).append((worker, number))
+        self.plans: dict[tuple[int, BufferSpec, int, BufferSpec], TilePlan] = {}
 
     def _sender_task(self, worker: _Worker, number: int) -> str:
         """The task of another stage that makes what a port receives; empty for a leaf."""
@@ -377,7 +382,7 @@ class _Writer:
         sender = self.workers[port.stage]
         place = sender.leaf_port(port.leaf)
         sender.bring(place, WHOLE)
-        self._move(sender, sender.ports()[place], receiver, number, WHOLE)
+        self._move(sender, sender.ports[place], receiver, number, WHOLE)
 
     def loop(self, schedule: Schedule) -> None:
         """All micro-batches, in an order that respects what needs what."""
@@ -409,7 +414,7 @@ class _Writer:
         worker = self.workers[action.stage]
         task = worker.tasks.get(action.kind)
         read = set(task.inputs) if task is not None else set()
-        for number, slot in enumerate(worker.ports()):
+        for number, slot in enumerate(worker.ports):
             if slot in read and number in worker.looped_receives:
                 port = worker.lowering.stage.ports[number]
                 sender = self._sender_task(worker, number)
@@ -443,27 +448,28 @@ class _Writer:
         worker.run(worker.tasks[name], micro)
         for exit_, slot, task in worker.exits:
             if task == name and exit_.kind != "result":
-                for receiver in self.workers:
-                    for number, port in enumerate(receiver.lowering.stage.ports):
-                        key = (port.kind, port.source, port.stage)
-                        if key == (exit_.kind, exit_.target, worker.rank):
-                            self._move(worker, slot, receiver, number, micro)
+                key = (worker.rank, exit_.kind, exit_.target)
+                for receiver, number in self.readers.get(key, ()):
+                    self._move(worker, slot, receiver, number, micro)
 
     def _move(
         self, sender: _Worker, slot: Slot, receiver: _Worker, number: int, micro: int
     ) -> None:
         """One array from worker to worker: a send here, a receive there."""
         source = sender.define(slot, micro)
-        target = receiver.define(receiver.ports()[number], micro)
+        target = receiver.define(receiver.ports[number], micro)
         here, there = sender.specs[source], receiver.specs[target]
-        plan = plan_tiles(
-            here.shape,
-            here.dtype,
-            sender.lowering.mesh,
-            here.sharding,
-            receiver.lowering.mesh,
-            there.sharding,
-        )
+        way = (sender.rank, here, receiver.rank, there)
+        if way not in self.plans:  # every micro-batch goes the same way
+            self.plans[way] = plan_tiles(
+                here.shape,
+                here.dtype,
+                sender.lowering.mesh,
+                here.sharding,
+                receiver.lowering.mesh,
+                there.sharding,
+            )
+        plan = self.plans[way]
         pair = (sender.rank, receiver.rank)
         tag = self.tags[pair] = self.tags.get(pair, -1) + 1
         sender.code.append(Send(source, receiver.rank, sender.transfer(plan), tag))

@@ -22,7 +22,7 @@ from autopar.ir.sharding import Sharding
 from autopar.layers.stage_graph import BEFORE_ALL, LOOPED, StageGraph, update_task
 from autopar.lower.boundary import Outside, outside
 from autopar.lower.program import Decisions, Program, StepsOf, write_program
-from autopar.lower.spmd import local_function, partition_spec
+from autopar.lower.spmd import AnyMesh, local_function, map_blocks
 from autopar.rules.rule import Rule
 from autopar.trace.micro_graph import LAST, STACKED, SUMMED
 
@@ -192,11 +192,11 @@ class _Writer:
         }
 
     def _exits(self, name: str) -> list[Slot]:
-        sides = zip(self.stage.exits, self.graph.outputs, self.decisions.outputs, strict=True)
+        sides = zip(self.stage.exits, self.graph.returned, self.decisions.outputs, strict=True)
         return [
-            Slot(operand, sharding)
-            for exit_, operand, sharding in sides
-            if not isinstance(operand, Literal) and self._exit_task(operand, exit_.kind) == name
+            Slot(value, sharding)
+            for exit_, value, sharding in sides
+            if self._exit_task(value, exit_.kind) == name
         ]
 
     def _read_later(self, name: str, updates: Sequence[str]) -> set[int]:
@@ -205,13 +205,7 @@ class _Writer:
         after = set(order[order.index(name) + 1 :])
         if name in LOOPED:
             after &= set(LOOPED)
-        return {
-            o
-            for op in self.graph.ops
-            if self.stage.tasks[op.index] in after
-            for o in op.inputs
-            if not isinstance(o, Literal)
-        }
+        return {v for op in self.graph.ops if self.stage.tasks[op.index] in after for v in op.reads}
 
     def _exit_task(self, value: int, kind: str) -> str:
         """The task that hands a value out: the one that makes it, or the first after the loop."""
@@ -227,7 +221,7 @@ class _Writer:
     ) -> StageTask:
         graph = self.graph
         made = {value for op in ops for value in op.outputs}
-        read = {o for op in ops for o in op.inputs if not isinstance(o, Literal)}
+        read = {value for op in ops for value in op.reads}
         read |= {slot.value for slot in outputs} | set(finished)
         inputs = tuple(self.held[v] for v in sorted(read - made))
         number: dict[int, int] = {}
@@ -277,9 +271,7 @@ class _Writer:
         )
 
 
-def task_function(
-    task: StageTask, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
-) -> Callable[..., tuple[Any, ...]]:
+def task_function(task: StageTask, mesh: AnyMesh) -> Callable[..., tuple[Any, ...]]:
     """The task on arrays in their outside forms: all inputs in order to all outputs."""
     local = local_function(task.program, task.rules)
     ins, outs = task.forms()
@@ -298,13 +290,7 @@ def task_function(
             left[place] = _gather(kind, blocks[count + number], left[place], blocks[-1], sums)
         return tuple(left)
 
-    return jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=tuple(partition_spec(form.sharding) for form in ins),
-        out_specs=tuple(partition_spec(form.sharding) for form in outs),
-        check_vma=False,
-    )
+    return map_blocks(run, mesh, ins, outs)
 
 
 def _gather(kind: str, so_far: Any, new: Any, index: Any, dim: int) -> Any:

@@ -131,7 +131,7 @@ def _check_tables(rank: int, program: WorkerProgram) -> None:
 
 def _check_persistent(program: WorkerProgram, where: str) -> None:
     """Constants, closed-over arrays, donations."""
-    specs = dict(program.buffers)
+    specs = program.specs()
     for name, _ in (*program.constants, *program.hidden):
         if name not in specs:
             raise VerifyError(f"the persistent buffer {name} has no spec", where=where)
@@ -162,7 +162,7 @@ def _check_list(step: StepProgram, program: WorkerProgram) -> None:
     walk = _Walk(
         step,
         program,
-        dict(program.buffers),
+        program.specs(),
         {task.name: task for task in program.tasks},
         frozenset(name for name, _ in (*program.constants, *program.hidden)),
         frozenset(use.buffer for use in uses if use.rank == program.rank and not use.donated),
@@ -330,7 +330,7 @@ def _check_position(step: StepProgram, use: ArgumentUse, where: str) -> None:
         )
     if use.position is None:
         return
-    (dim, inner), shape = use.position, dict(step.workers[use.rank].buffers)[use.buffer].shape
+    (dim, inner), shape = use.position, step.workers[use.rank].specs()[use.buffer].shape
     if not 0 <= dim < len(shape) or inner < 1 or shape[dim] % inner:
         raise VerifyError(
             "the position of a micro-batch does not fit its buffer",
@@ -349,16 +349,12 @@ def _check_results(step: StepProgram) -> None:
     for number, source in enumerate(step.results):
         found = [fetch for fetch in fetches if fetch[0] == number]
         where = f"result {number}"
-        if source.rank < 0:
-            if source.literal is None:
-                raise VerifyError("a result comes from nowhere", where=where, got=str(source))
-            continue
         if len(found) != 1:
             raise VerifyError(
                 f"result {number} has {len(found)} FETCH instructions",
                 where=f"worker {source.rank}, buffer {source.buffer}",
             )
-        spec = dict(step.workers[source.rank].buffers)[source.buffer]
+        spec = step.workers[source.rank].specs()[source.buffer]
         if not _is_result(spec, source):
             raise VerifyError(
                 "a result is of another shape or dtype than its buffer",
@@ -383,8 +379,8 @@ def _moves(step: StepProgram, kind: type) -> Iterable[tuple[Channel, WorkerProgr
             if not isinstance(entry, kind):
                 continue
             assert isinstance(entry, Send | Recv)
-            pair = (program.rank, entry.peer) if kind is Send else (entry.peer, program.rank)
-            yield (*pair, entry.tag), program, position, program.transfers[entry.transfer]
+            channel = _channel(program.rank, entry)
+            yield channel, program, position, program.transfers[entry.transfer]
 
 
 def _check_messages(step: StepProgram) -> None:

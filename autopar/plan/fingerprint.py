@@ -8,8 +8,8 @@ from typing import Protocol
 import jax
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Literal, Op, OpGraph
-from autopar.ir.text import params_text, short_type
+from autopar.ir.graph import Op, OpGraph
+from autopar.ir.text import params_text, short_type, wires_text
 from autopar.plan.plan import Boundary
 
 
@@ -58,10 +58,9 @@ def fingerprint(graph: OpGraph) -> str:
         value = graph.values[entry.value]
         digest.update(f"in {short_type(value.shape, value.dtype)} {entry.name}\n".encode())
     for op in graph.ops:
-        wires = " ".join(f"={o.value}" if isinstance(o, Literal) else str(o) for o in op.inputs)
+        wires = wires_text(op.inputs)
         digest.update(f"{op.name} {wires} {params_text(op.params)} {op.outputs}\n".encode())
-    outputs = " ".join(f"={o.value}" if isinstance(o, Literal) else str(o) for o in graph.outputs)
-    digest.update(f"out {outputs}\n".encode())
+    digest.update(f"out {wires_text(graph.outputs)}\n".encode())
     return digest.hexdigest()
 
 

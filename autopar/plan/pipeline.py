@@ -7,6 +7,7 @@ it were a function of its own, and its plan carries the fingerprint of that func
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
@@ -40,6 +41,11 @@ class StagePlan:
     base_bytes: int
     activation_bytes: int
     workspace_bytes: int
+
+    def busy_seconds(self, micro_batches: int) -> float:
+        """Seconds of work in a step."""
+        each = self.forward_seconds + self.backward_seconds
+        return micro_batches * each + self.update_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +107,9 @@ class PipelinePlan:
     def micro_batches(self) -> int:
         """Number of micro-batches."""
         return self.schedule.micro_batches
+
+    def bubble(self) -> float:
+        """The share of the predicted step in which an average device waits."""
+        busy = [stage.busy_seconds(self.micro_batches) for stage in self.stages]
+        total = len(busy) * self.cost.step_seconds
+        return max(0.0, 1 - math.fsum(busy) / total) if total else 0.0

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, PlanError
-from autopar.files import write_atomically
 from autopar.plan.pipeline import PIPELINE_VERSION, PipelinePlan, StagePlan, TransferCost
-from autopar.plan.plan import CostSummary, SolverReport
-from autopar.plan.schedule import Schedule, parse_action, validate
+from autopar.plan.plan import CostSummary
+from autopar.plan.schedule import Schedule, cell_texts, parse_cell, validate
 from autopar.plan.serialize import (
     boundary_from_json,
     boundary_to_json,
     fold,
     plan_from_json,
     plan_to_json,
+    reading,
+    solver_from_json,
     unfold,
+    write_object,
 )
 
 KEY = "autopar_pipeline"
@@ -35,19 +36,8 @@ def pipeline_to_json(plan: PipelinePlan) -> dict[str, Any]:
         "fingerprint": plan.fingerprint,
         "method": plan.method,
         "cluster": plan.cluster.to_json(),
-        "cost": {
-            "compute_seconds": plan.cost.compute_seconds,
-            "communication_seconds": plan.cost.communication_seconds,
-            "peak_bytes": plan.cost.peak_bytes,
-        },
-        "solver": {
-            "name": plan.solver.name,
-            "objective": plan.solver.objective,
-            "lower_bound": plan.solver.lower_bound,
-            "gap": plan.solver.gap,
-            "seconds": plan.solver.seconds,
-            "notes": plan.solver.notes,
-        },
+        "cost": asdict(plan.cost),
+        "solver": asdict(plan.solver),
         "notes": plan.notes,
         "batch": plan.batch,
         "num_hidden": plan.num_hidden,
@@ -58,10 +48,7 @@ def pipeline_to_json(plan: PipelinePlan) -> dict[str, Any]:
             "name": plan.schedule.name,
             "stages": plan.schedule.stages,
             "micro_batches": plan.schedule.micro_batches,
-            "ranks": [
-                ["" if action is None else str(action) for action in row]
-                for row in plan.schedule.ranks
-            ],
+            "ranks": cell_texts(plan.schedule),
         },
         "transfers": [[t.source, t.target, t.kind, t.bytes, t.seconds] for t in plan.transfers],
         "stages": [_stage(stage) for stage in plan.stages],
@@ -91,29 +78,11 @@ def pipeline_from_json(data: Mapping[str, Any], *, file: str = "plan") -> Pipeli
     Raises:
         PlanError: naming the file and what is wrong with it.
     """
-    if data.get(KEY) != PIPELINE_VERSION:
-        raise PlanError(
-            "this file is not a pipeline plan that this version reads",
-            where=file,
-            got=f"{KEY} = {data.get(KEY)!r}",
-            why=f"this version reads {PIPELINE_VERSION}",
-            remedy="make the plan again",
-        )
-    try:
+    with reading(data, KEY, PIPELINE_VERSION, file):
         return _read(data, file)
-    except AutoparError:
-        raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise PlanError(
-            "a plan file is damaged",
-            where=file,
-            got=f"{type(error).__name__}: {error}",
-            remedy="make the plan again",
-        ) from error
 
 
 def _read(data: Mapping[str, Any], file: str) -> PipelinePlan:
-    solver = dict(data["solver"])
     return PipelinePlan(
         function=data["function"],
         jax_version=data["jax_version"],
@@ -129,7 +98,7 @@ def _read(data: Mapping[str, Any], file: str) -> PipelinePlan:
         stages=tuple(_read_stage(stage, file) for stage in data["stages"]),
         transfers=tuple(TransferCost(*row) for row in data["transfers"]),
         cost=CostSummary(**data["cost"]),
-        solver=SolverReport(**{**solver, "notes": tuple(solver["notes"])}),
+        solver=solver_from_json(data["solver"]),
         notes=tuple(data["notes"]),
     )
 
@@ -139,7 +108,7 @@ def _schedule(data: Mapping[str, Any]) -> Schedule:
         data["name"],
         data["stages"],
         data["micro_batches"],
-        tuple(tuple(parse_action(cell) if cell else None for cell in row) for row in data["ranks"]),
+        tuple(tuple(map(parse_cell, row)) for row in data["ranks"]),
     )
     validate(made)
     return made
@@ -153,5 +122,4 @@ def _read_stage(data: Mapping[str, Any], file: str) -> StagePlan:
 
 def save_pipeline(plan: PipelinePlan, path: str | os.PathLike[str]) -> None:
     """Write the plan; the file is complete or absent, never half-written."""
-    text = json.dumps(pipeline_to_json(plan), separators=(",", ":")) + "\n"
-    write_atomically(path, text, kind=PlanError)
+    write_object(pipeline_to_json(plan), path)

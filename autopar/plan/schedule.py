@@ -191,9 +191,13 @@ def csv_text(schedule: Schedule) -> str:
     """One row a rank."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    for row in schedule.ranks:
-        writer.writerow(["" if cell is None else str(cell) for cell in row])
+    writer.writerows(cell_texts(schedule))
     return out.getvalue()
+
+
+def cell_texts(schedule: Schedule) -> list[list[str]]:
+    """Rows of what `parse_cell` reads; a bubble is an empty text."""
+    return [["" if cell is None else str(cell) for cell in row] for row in schedule.ranks]
 
 
 def parse_csv(text: str, *, name: str = "csv") -> Schedule:
@@ -316,7 +320,8 @@ def _check_order(schedule: Schedule) -> None:
     stuck = [rank for rank, row in enumerate(schedule.ranks) if at[rank] < len(row)]
     # The cause is where a rank waits for what it would do itself later on.
     stuck.sort(key=lambda rank: not _waits_for_itself(follow, schedule.ranks[rank], at[rank]))
-    for rank in stuck:
+    if stuck:
+        rank = stuck[0]
         cell = schedule.ranks[rank][at[rank]]
         raise _fail(schedule, f"{cell} waits for {follow.waits_for(cell)} for ever", rank, at[rank])
     if follow.sent != follow.received:

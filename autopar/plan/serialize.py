@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ from autopar.plan.plan import (
     SolverReport,
 )
 
+KEY = "autopar_plan"
+"""Holds the version."""
+
 
 def fold(texts: Sequence[str]) -> dict[str, Any]:
     """A list of few distinct texts as a table and positions."""
@@ -40,26 +45,15 @@ def unfold(data: Mapping[str, Any]) -> tuple[str, ...]:
 def plan_to_json(plan: FrozenPlan) -> dict[str, Any]:
     """The plan as JSON values."""
     return {
-        "autopar_plan": PLAN_VERSION,
+        KEY: PLAN_VERSION,
         "function": plan.function,
         "jax_version": plan.jax_version,
         "fingerprint": plan.fingerprint,
         "method": plan.method,
         "mesh": [plan.mesh.names, plan.mesh.sizes],
         "cluster": plan.cluster.to_json(),
-        "cost": {
-            "compute_seconds": plan.cost.compute_seconds,
-            "communication_seconds": plan.cost.communication_seconds,
-            "peak_bytes": plan.cost.peak_bytes,
-        },
-        "solver": {
-            "name": plan.solver.name,
-            "objective": plan.solver.objective,
-            "lower_bound": plan.solver.lower_bound,
-            "gap": plan.solver.gap,
-            "seconds": plan.solver.seconds,
-            "notes": plan.solver.notes,
-        },
+        "cost": asdict(plan.cost),
+        "solver": asdict(plan.solver),
         "notes": plan.notes,
         "num_hidden": plan.num_hidden,
         "inputs": [boundary_to_json(entry) for entry in plan.inputs],
@@ -101,23 +95,28 @@ def boundary_from_json(row: Sequence[Any]) -> Boundary:
     return Boundary(name, tuple(shape), dtype, parse_sharding(sharding), bool(donated), tied)
 
 
-def plan_from_json(data: Mapping[str, Any], *, file: str = "plan") -> FrozenPlan:
-    """Read a plan.
+def solver_from_json(data: Mapping[str, Any]) -> SolverReport:
+    """Read `asdict` of a report back."""
+    return SolverReport(**{**data, "notes": tuple(data["notes"])})
+
+
+@contextlib.contextmanager
+def reading(data: Mapping[str, Any], key: str, version: int, file: str) -> Iterator[None]:
+    """What is read inside is a plan of that version, under that key.
 
     Raises:
-        PlanError: naming the file and what is wrong with it.
+        PlanError: it is not, or is damaged.
     """
-    version = data.get("autopar_plan")
-    if version != PLAN_VERSION:
+    if data.get(key) != version:
         raise PlanError(
             "this file is not a plan that this version reads",
             where=file,
-            got=f"autopar_plan = {version!r}",
-            why=f"this version reads {PLAN_VERSION}",
+            got=f"{key} = {data.get(key)!r}",
+            why=f"this version reads {version}",
             remedy="make the plan again",
         )
     try:
-        return _read_plan(data, file)
+        yield
     except AutoparError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -129,9 +128,18 @@ def plan_from_json(data: Mapping[str, Any], *, file: str = "plan") -> FrozenPlan
         ) from error
 
 
+def plan_from_json(data: Mapping[str, Any], *, file: str = "plan") -> FrozenPlan:
+    """Read a plan.
+
+    Raises:
+        PlanError: naming the file and what is wrong with it.
+    """
+    with reading(data, KEY, PLAN_VERSION, file):
+        return _read_plan(data, file)
+
+
 def _read_plan(data: Mapping[str, Any], file: str) -> FrozenPlan:
     names, sizes = data["mesh"]
-    solver = dict(data["solver"])
     how = unfold(data["reshards"]["how"])
     reshards = zip(data["reshards"]["values"], how, strict=True)
     return FrozenPlan(
@@ -152,14 +160,19 @@ def _read_plan(data: Mapping[str, Any], file: str) -> FrozenPlan:
             PricedCollective(row[0], tuple(row[1]), *row[2:]) for row in data["collectives"]
         ),
         cost=CostSummary(**data["cost"]),
-        solver=SolverReport(**{**solver, "notes": tuple(solver["notes"])}),
+        solver=solver_from_json(data["solver"]),
         notes=tuple(data["notes"]),
     )
 
 
 def save_plan(plan: FrozenPlan, path: str | os.PathLike[str]) -> None:
     """Write the plan; the file is complete or absent, never half-written."""
-    text = json.dumps(plan_to_json(plan), separators=(",", ":")) + "\n"
+    write_object(plan_to_json(plan), path)
+
+
+def write_object(data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a JSON object; the file is complete or absent, never half-written."""
+    text = json.dumps(data, separators=(",", ":")) + "\n"
     write_atomically(path, text, kind=PlanError)
 
 
@@ -178,12 +191,3 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise PlanError("a plan file holds no object", where=str(path))
     return data
-
-
-def read_plan(path: str | os.PathLike[str]) -> FrozenPlan:
-    """Read the file of a plan for one mesh.
-
-    Raises:
-        PlanError: the file is missing, is no JSON, or is no plan.
-    """
-    return plan_from_json(read_object(path), file=str(path))

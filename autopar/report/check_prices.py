@@ -104,12 +104,11 @@ def in_memory(graph: OpGraph, rules: Sequence[Rule]) -> frozenset[int]:
     uses: Counter[int] = Counter()
     user: dict[int, int] = {}
     for op in graph.ops:
-        for operand in op.inputs:
-            if not isinstance(operand, Literal):
-                uses[operand] += 1
-                user[operand] = op.index
+        for operand in op.reads:
+            uses[operand] += 1
+            user[operand] = op.index
     # a result is used by the caller, who is not fused
-    uses.update(2 * [o for o in graph.outputs if not isinstance(o, Literal)])
+    uses.update(2 * graph.returned)
     fused = [
         rule.flops == 0
         and not rule.reason

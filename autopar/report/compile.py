@@ -15,7 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from autopar.lower.boundary import program_forms
 from autopar.lower.program import Program
-from autopar.lower.spmd import abstract_mesh, jit_program, named_shardings
+from autopar.lower.spmd import abstract_mesh, form_avals, jit_program
 from autopar.report.compile_child import CompiledText, compile_text
 from autopar.rules.rule import Rule
 
@@ -66,8 +66,4 @@ def export_flat(jitted: Any, avals: Sequence[jax.ShapeDtypeStruct]) -> bytes:
 def boundary_avals(program: Program) -> list[jax.ShapeDtypeStruct]:
     """Global shapes of the flat inputs with their shardings on the abstract mesh."""
     forms, _ = program_forms(program)
-    shardings = named_shardings([form.sharding for form in forms], abstract_mesh(program.mesh))
-    return [
-        jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=sharding)
-        for form, sharding in zip(forms, shardings, strict=True)
-    ]
+    return form_avals(forms, abstract_mesh(program.mesh))

@@ -2,61 +2,51 @@
 
 from __future__ import annotations
 
-import io
+from collections.abc import Iterator, Sequence
 
 from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from autopar.plan.pipeline import PipelinePlan
+from autopar.plan.plan import PricedCollective
+from autopar.report.console import grid, plain_text
 from autopar.report.groups import collective_groups
 from autopar.report.units import bytes_text, seconds_text
 
-LEAST_WIDTH = 80
 MOST_COLLECTIVES = 6
 """Lines of collectives a stage; the rest is summed."""
 
 
 def pipeline_summary(plan: PipelinePlan, *, width: int = 100) -> str:
     """The plan as plain text of at most `width` columns (or 80); equal plans give equal texts."""
-    stream = io.StringIO()
-    console = Console(
-        file=stream,
-        width=max(width, LEAST_WIDTH),
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,
-        legacy_windows=False,
-        emoji=False,
-        markup=False,
-        highlight=False,
-    )
-    console.print(_head(plan))
-    console.print()
-    console.print(Text("stages"))
-    console.print(_stages(plan))
+    return plain_text(_parts(plan), width)
+
+
+def _parts(plan: PipelinePlan) -> Iterator[RenderableType]:
+    yield _head(plan)
+    yield ""
+    yield Text("stages")
+    yield _stages(plan)
     if plan.transfers:
-        console.print()
-        console.print(Text("between stages, for each micro-batch"))
-        console.print(_transfers(plan))
-    for number in range(len(plan.stages)):
-        console.print()
-        lines = plan.stages[number].plan.collectives
+        yield ""
+        yield Text("between stages, for each micro-batch")
+        yield _transfers(plan)
+    for number, stage in enumerate(plan.stages):
+        lines = stage.plan.collectives
         title = f"collectives of stage {number} in a step"
-        console.print(Text(title if lines else f"{title}: none"))
+        yield ""
+        yield Text(title if lines else f"{title}: none")
         if lines:
-            console.print(_collectives(plan, number))
-    notes = dict.fromkeys((*plan.notes, *plan.solver.notes))
-    for note in notes:
-        console.print(Text(f"note: {note}"))
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+            yield _collectives(lines)
+    for note in dict.fromkeys((*plan.notes, *plan.solver.notes)):
+        yield Text(f"note: {note}")
 
 
 def _head(plan: PipelinePlan) -> Table:
     cost, solver = plan.cost, plan.solver
     devices = sum(len(stage.devices) for stage in plan.stages)
-    table = Table.grid(padding=(0, 2))
     quality = f"gap {100 * solver.gap:.2g} %" if solver.gap else "no better one by its estimate"
     rows = (
         ("plan of", f"{plan.function} ({len(plan.signatures)} ops, jax {plan.jax_version})"),
@@ -65,22 +55,11 @@ def _head(plan: PipelinePlan) -> Table:
         ("method", f"{plan.method}, {solver.name}: {quality}"),
         (
             "step",
-            f"{seconds_text(cost.step_seconds)} simulated, {100 * _bubble(plan):.0f} % of it idle",
+            f"{seconds_text(cost.step_seconds)} simulated, {100 * plan.bubble():.0f} % of it idle",
         ),
         ("memory", f"{bytes_text(cost.peak_bytes)} on a device of the fullest stage"),
     )
-    for name, text in rows:
-        table.add_row(Text(name), Text(text))
-    return table
-
-
-def _bubble(plan: PipelinePlan) -> float:
-    busy = [
-        plan.micro_batches * (s.forward_seconds + s.backward_seconds) + s.update_seconds
-        for s in plan.stages
-    ]
-    total = len(busy) * plan.cost.step_seconds
-    return max(0.0, 1 - sum(busy) / total) if total else 0.0
+    return grid(rows)
 
 
 def _table(*names: str) -> Table:
@@ -121,12 +100,9 @@ def _transfers(plan: PipelinePlan) -> Table:
     return table
 
 
-def _collectives(plan: PipelinePlan, number: int) -> Table:
+def _collectives(lines: Sequence[PricedCollective]) -> Table:
     table = _table("kind", "axes", "times", "bytes", "time", "of")
-    groups = sorted(
-        collective_groups(plan.stages[number].plan.collectives),
-        key=lambda group: -group.seconds,
-    )
+    groups = sorted(collective_groups(lines), key=lambda group: -group.seconds)
     for group in groups[:MOST_COLLECTIVES]:
         table.add_row(
             group.kind,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from autopar.plan.plan import FrozenPlan
+from autopar.report.console import LEAST_WIDTH, grid, plain_text
 from autopar.report.groups import collective_groups, leaf_groups
 from autopar.report.units import bytes_text, percent_text, seconds_text
 
@@ -22,9 +22,6 @@ MOST_ARGUMENTS = 40
 
 MOST_COLLECTIVES = 12
 """Lines of the collectives table; the rest is summed."""
-
-LEAST_WIDTH = 80
-"""Columns of a summary however few are asked for: narrower tables cannot be read."""
 
 LEAST_PATH = 16
 """Columns that a path gets however narrow the text is."""
@@ -38,31 +35,24 @@ MOST_OPS = 8
 
 def plan_summary(plan: FrozenPlan, *, width: int = 100) -> str:
     """The plan as plain text of at most `width` columns (or 80); equal plans give equal texts."""
-    width = max(width, LEAST_WIDTH)
-    stream = io.StringIO()
-    console = Console(
-        file=stream,
-        width=width,
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,
-        legacy_windows=False,
-        emoji=False,
-        markup=False,
-        highlight=False,
-    )
-    console.print(_head(plan))
+    return plain_text(_parts(plan, max(width, LEAST_WIDTH)), width)
+
+
+def _parts(plan: FrozenPlan, width: int) -> Iterator[RenderableType]:
+    yield _head(plan)
     for title, rows in (
         ("arguments", _arguments(plan)),
         ("ops", _ops(plan)),
         ("collectives of a step, dearest first", _collectives(plan)),
     ):
-        console.print()
-        console.print(Text(title if rows.cells else f"{title}: none"))
+        yield ""
+        yield Text(title if rows.cells else f"{title}: none")
         if rows.cells:
-            console.print(Padding(_table(rows, width - INDENT), (0, 0, 0, INDENT)))
-    _print_notes(console, (*plan.notes, *plan.solver.notes))
-    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+            yield Padding(_table(rows, width - INDENT), (0, 0, 0, INDENT))
+    if notes := (*plan.notes, *plan.solver.notes):
+        yield ""
+        yield Text("notes")
+        yield Padding(grid((("-", note) for note in notes), gap=1), (0, 0, 0, INDENT))
 
 
 def _head(plan: FrozenPlan) -> Table:
@@ -71,7 +61,6 @@ def _head(plan: FrozenPlan) -> Table:
     memory = plan.cluster.device.memory_bytes
     kept = leaf_groups(plan.inputs, plan.mesh)
     whole, local = sum(g.bytes for g in kept), sum(g.local_bytes for g in kept)
-    table = Table.grid(padding=(0, 2))
     rows = (
         ("plan of", f"{plan.function} ({len(plan.strategies)} ops, jax {plan.jax_version})"),
         ("runs on", f"{plan.mesh.size} devices as mesh {plan.mesh}, cluster {plan.cluster}"),
@@ -93,9 +82,7 @@ def _head(plan: FrozenPlan) -> Table:
             f"({percent_text(local, whole)})",
         ),
     )
-    for name, text in rows:
-        table.add_row(Text(name), Text(text))
-    return table
+    return grid(rows)
 
 
 def _quality(plan: FrozenPlan) -> str:
@@ -248,14 +235,3 @@ def _collectives(plan: FrozenPlan) -> _Rows:
         cells.append((f"{len(rest)} more lines", "", "", str(times), seconds_text(seconds), "", ""))
     numbers = ("bytes", "times", "time")
     return _Rows(("kind", "axes", *numbers, "of", "at"), numbers, tuple(cells), "of")
-
-
-def _print_notes(console: Console, notes: Sequence[str]) -> None:
-    if not notes:
-        return
-    console.print()
-    console.print(Text("notes"))
-    table = Table.grid(padding=(0, 1))
-    for note in notes:
-        table.add_row(Text("-"), Text(note))
-    console.print(Padding(table, (0, 0, 0, INDENT)))

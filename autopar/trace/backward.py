@@ -94,6 +94,11 @@ class MicroSplit:
     states: tuple[State, ...]
     crossing: tuple[int, ...]
 
+    def ops(self, runs: str) -> list[Op]:
+        """The ops of a phase: BEFORE, LOOP or AFTER."""
+        pairs = zip(self.graph.ops, self.placed, strict=True)
+        return [op for op, placed in pairs if placed.runs == runs]
+
 
 def split_step(
     graph: OpGraph, rules: Sequence[Rule], batch: Sequence[tuple[int, int]], count: int
@@ -125,14 +130,10 @@ def split_step(
     return MicroSplit(graph, facts.rules, count, tuple(batch), placed, ordered, crossing)
 
 
-def _operands(op: Op) -> list[int]:
-    return [o for o in op.inputs if not isinstance(o, Literal)]
-
-
 def _crossing(graph: OpGraph, steps: Sequence[Step], states: Sequence[State]) -> tuple[int, ...]:
     made = {v for op in graph.ops if steps[op.index].runs == LOOP for v in op.outputs}
-    needed = {v for op in graph.ops if steps[op.index].runs == AFTER for v in _operands(op)}
-    needed |= {o for o in graph.outputs if not isinstance(o, Literal)}
+    needed = {v for op in graph.ops if steps[op.index].runs == AFTER for v in op.reads}
+    needed.update(graph.returned)
     # A scale may be a sum that only scaled values need.
     needed |= {scalar for value in sorted(made) for scalar in states[value].scale}
     return tuple(sorted(made & needed))
@@ -147,7 +148,7 @@ def _refuse_heavy(facts: Facts, states: Mapping[int, State], steps: Sequence[Ste
     for op in facts.graph.ops:
         if steps[op.index].runs == LOOP or all(facts.free(v) for v in op.outputs):
             continue
-        operands = _operands(op)
+        operands = op.reads
         cause = next((origin[v] for v in operands if v in origin), None)
         if any(states[v].position is not None for v in operands):
             cause = cause or op
@@ -187,14 +188,14 @@ def _statistic(
     facts: Facts, states: Mapping[int, State], steps: Sequence[Step], op: Op
 ) -> Op | None:
     """The op that first summed over the batch what `op` needs finished."""
-    todo, seen = [v for v in _operands(op) if states[v].kind in (LATE, SUM)], set[int]()
+    todo, seen = [v for v in op.reads if states[v].kind in (LATE, SUM)], set[int]()
     while todo:
         value = todo.pop(0)
         maker = facts.maker.get(value)
         if maker is None or value in seen:
             continue
         seen.add(value)
-        operands = _operands(maker)
+        operands = maker.reads
         if states[value].kind == SUM and any(states[v].position for v in operands):
             return maker
         todo += [v for v in operands if states[v].kind in (LATE, SUM)]
@@ -210,7 +211,7 @@ def _move_after(facts: Facts, states: Mapping[int, State], steps: Sequence[Step]
     moved = list(steps)
     # Who still uses a value inside the loop, or before it.
     busy: set[int] = {s for state in states.values() for s in state.scale}
-    crossing = {o for o in graph.outputs if not isinstance(o, Literal)}
+    crossing = set(graph.returned)
     for op in reversed(graph.ops):
         step = moved[op.index]
         if (
@@ -220,16 +221,16 @@ def _move_after(facts: Facts, states: Mapping[int, State], steps: Sequence[Step]
         ):
             step = moved[op.index] = Step(AFTER, tuple(State(LATE) for _ in op.outputs))
         if step.runs == AFTER:
-            crossing.update(_operands(op))
+            crossing.update(op.reads)
         else:
-            busy.update(_operands(op))
+            busy.update(op.reads)
     return moved
 
 
 def _movable(
     graph: OpGraph, op: Op, step: Step, states: Mapping[int, State], crossing: set[int]
 ) -> bool:
-    operands = _operands(op)
+    operands = op.reads
     kinds = {states[v].kind for v in operands}
     if step.runs == BEFORE:
         used = crossing.intersection(op.outputs)
@@ -290,5 +291,5 @@ def _ancestors(graph: OpGraph, roots: set[int]) -> set[int]:
     found = set(roots)
     for op in reversed(graph.ops):
         if found.intersection(op.outputs):
-            found.update(_operands(op))
+            found.update(op.reads)
     return found

@@ -190,12 +190,12 @@ def _inputs(
 
 def drop_dead(graph: OpGraph) -> OpGraph:
     """Remove ops whose results nobody uses; renumber ops and values."""
-    live = {o for o in graph.outputs if not isinstance(o, Literal)}
+    live = set(graph.returned)
     kept: list[Op] = []
     for op in reversed(graph.ops):
         if op.effects or live.intersection(op.outputs):
             kept.append(op)
-            live |= {o for o in op.inputs if not isinstance(o, Literal)}
+            live.update(op.reads)
     kept.reverse()
     order = [entry.value for entry in graph.inputs] + [v for op in kept for v in op.outputs]
     number = {old: new for new, old in enumerate(order)}

@@ -23,14 +23,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.ir.graph import Literal, Op, OpGraph
+from autopar.ir.graph import Literal, OpGraph
 from autopar.rules.registry import rules_of
 from autopar.rules.rule import Eqn, Local, Rule, make_rule
 from autopar.trace.backward import UPDATE, MicroSplit
 from autopar.trace.batch import AFTER, BEFORE, LOOP, SPLIT, SUM, Position
 from autopar.trace.build import build_graph
 from autopar.trace.jaxpr import Leaf, TracedFunction
-from autopar.trace.microbatch import Env, bind_op, finish, run_local, run_whole
+from autopar.trace.microbatch import Env, bind_op, finish, micro_join, run_local, run_whole
 from autopar.trace.placement import descendants
 
 SUMMED, STACKED, LAST = "sum", "stack", "last"
@@ -78,16 +78,12 @@ class MicroGraph:
     constants: tuple[Any, ...]
     free: frozenset[int]
 
-    @property
-    def times(self) -> tuple[int, ...]:
-        """How often each op runs in a step."""
-        return tuple(self.count if phase == LOOP else 1 for phase in self.phases)
-
 
 def micro_graph(split: MicroSplit) -> MicroGraph:
     """Trace a divided step again, with one micro-batch in place of its loop."""
     leaves, roles = _inputs(split)
-    crossing = [v for v in split.crossing if not _is_input(split, v)]
+    entries = {entry.value for entry in split.graph.inputs}
+    crossing = [value for value in split.crossing if value not in entries]
     shapes = [jax.ShapeDtypeStruct(leaf.aval.shape, leaf.aval.dtype) for leaf in leaves]
 
     def step(index: Any, *arrays: Any) -> list[Any]:
@@ -175,10 +171,6 @@ def _inputs(split: MicroSplit) -> tuple[list[Leaf], tuple[Role, ...]]:
     return leaves, tuple(roles)
 
 
-def _is_input(split: MicroSplit, value: int) -> bool:
-    return any(entry.value == value for entry in split.graph.inputs)
-
-
 def _gathering(split: MicroSplit, value: int) -> str:
     kind = split.states[value].kind
     return STACKED if kind == SPLIT else SUMMED if kind == SUM else LAST
@@ -198,27 +190,29 @@ def _run(
     env: Env = {}
     for role, array in zip(roles[1:], arrays, strict=True):
         (env if role.kind == "micro" else whole)[entries[role.leaf]] = array
-    for op in _placed(split, BEFORE):
+    for op in split.ops(BEFORE):
         with jax.named_scope(f"ap_{BEFORE}_{op.index}"):
             whole.update(zip(op.outputs, run_whole(split, op, whole, index), strict=True))
     env = {**whole, **env}
-    for op in _placed(split, LOOP):
+    for op in split.ops(LOOP):
         with jax.named_scope(f"ap_{LOOP}_{op.index}"):
             env.update(zip(op.outputs, run_local(split, op, env, index), strict=True))
     maker = {value: op.index for op in graph.ops for value in op.outputs}
     ends = []
     for value in crossing:
         whole[value] = env[value]
-        if split.states[value].kind == SPLIT:
+        state = split.states[value]
+        if state.kind == SPLIT:
+            assert state.position is not None
             with jax.named_scope(f"ap_{LOOP}_{maker[value]}"):
                 stacked = jnp.broadcast_to(env[value], (split.count, *env[value].shape))
             with jax.named_scope(f"ap_{AFTER}_{maker[value]}"):
-                whole[value] = _join(split, value, stacked)
+                whole[value] = micro_join(stacked, state.position)
             ends.append(stacked)
         else:
             ends.append(env[value])
     finished = dict.fromkeys(entries, True)
-    for op in _placed(split, AFTER):
+    for op in split.ops(AFTER):
         with jax.named_scope(f"ap_{AFTER}_{op.index}"):
             operands = [finish(split, whole, finished, operand) for operand in op.inputs]
             whole.update(zip(op.outputs, bind_op(op, operands), strict=True))
@@ -228,23 +222,6 @@ def _run(
         with jax.named_scope(f"ap_{AFTER}_{place}" if place >= 0 else "ap_result"):
             results.append(finish(split, whole, finished, operand))
     return [*results, *ends]
-
-
-def _placed(split: MicroSplit, runs: str) -> list[Op]:
-    pairs = zip(split.graph.ops, split.placed, strict=True)
-    return [op for op, placed in pairs if placed.runs == runs]
-
-
-def _join(split: MicroSplit, value: int, stacked: Any) -> Any:
-    """The whole array from the stacked slices: `micro_join` on `[m, ...]`."""
-    at = split.states[value].position
-    assert at is not None
-    count, *shape = stacked.shape
-    outer = shape[at.dim] // at.inner
-    cut = jnp.reshape(stacked, (count, *shape[: at.dim], outer, at.inner, *shape[at.dim + 1 :]))
-    moved = jnp.moveaxis(cut, 0, at.dim + 1)
-    shape[at.dim] *= count
-    return jnp.reshape(moved, shape)
 
 
 def _originals(split: MicroSplit, graph: OpGraph) -> tuple[OpGraph, list[int], tuple[str, ...]]:

@@ -55,14 +55,13 @@ def micro_slice(array: Any, position: Position, count: int, index: Any) -> Any:
     return jnp.reshape(part, (*before, outer * position.inner, *after))
 
 
-def micro_join(parts: Sequence[Any], position: Position) -> Any:
-    """The whole array from its micro-batches' slices: the inverse of `micro_slice`."""
-    shape = parts[0].shape
-    before, after = shape[: position.dim], shape[position.dim + 1 :]
-    outer = shape[position.dim] // position.inner
-    cut = [jnp.reshape(part, (*before, outer, position.inner, *after)) for part in parts]
-    joined = jnp.stack(cut, axis=len(before) + 1)
-    return jnp.reshape(joined, (*before, shape[position.dim] * len(parts), *after))
+def micro_join(stacked: Any, position: Position) -> Any:
+    """The whole array from its micro-batches' slices `[count, ...]`: undoes `micro_slice`."""
+    count, *shape = stacked.shape
+    dim, inner = position.dim, position.inner
+    cut = jnp.reshape(stacked, (count, *shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :]))
+    moved = jnp.moveaxis(cut, 0, dim + 1)
+    return jnp.reshape(moved, (*shape[:dim], count * shape[dim], *shape[dim + 1 :]))
 
 
 def run_microbatched(split: MicroSplit, args: Sequence[Any]) -> list[Any]:
@@ -76,20 +75,15 @@ def run_microbatched(split: MicroSplit, args: Sequence[Any]) -> list[Any]:
         The results in flat order, whole.
     """
     whole: Env = dict(zip((e.value for e in split.graph.inputs), args, strict=True))
-    for op in _ops(split, BEFORE):
+    for op in split.ops(BEFORE):
         _store(op, whole, run_whole(split, op, whole, 0))
     if any(placed.runs == LOOP for placed in split.placed):
         whole.update(_run_loop(split, whole))
     finished = dict.fromkeys((e.value for e in split.graph.inputs), True)
-    for op in _ops(split, AFTER):
+    for op in split.ops(AFTER):
         operands = [finish(split, whole, finished, operand) for operand in op.inputs]
         _store(op, whole, bind_op(op, operands))
     return [finish(split, whole, finished, operand) for operand in split.graph.outputs]
-
-
-def _ops(split: MicroSplit, runs: str) -> list[Op]:
-    pairs = zip(split.graph.ops, split.placed, strict=True)
-    return [op for op, placed in pairs if placed.runs == runs]
 
 
 def _store(op: Op, env: Env, results: Sequence[Any]) -> None:
@@ -132,7 +126,7 @@ def take_operand(split: Divided, env: Env, operand: Operand, use: Use, index: An
 def _run_loop(split: MicroSplit, whole: Env) -> Env:
     """All micro-batches; what crosses: sums added up, slices joined, constants of the last one."""
     kept: dict[int, list[Any]] = {value: [] for value in split.crossing}
-    ops = _ops(split, LOOP)
+    ops = split.ops(LOOP)
     for index in range(split.count):
         env = dict(whole)
         for value, _ in split.batch:
@@ -157,7 +151,7 @@ def _keep(state: State, parts: list[Any], array: Any) -> None:
 def _joined(split: MicroSplit, value: int, parts: Sequence[Any]) -> Any:
     state = split.states[value]
     if state.position is not None:
-        return micro_join(parts, state.position)
+        return micro_join(jnp.stack(parts), state.position)
     return parts[0].astype(split.graph.values[value].dtype) if state.kind == SUM else parts[0]
 
 

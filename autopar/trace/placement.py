@@ -126,7 +126,7 @@ def descendants(graph: OpGraph, roots: Sequence[int]) -> frozenset[int]:
     """All values that depend on `roots`, and `roots`."""
     found = set(roots)
     for op in graph.ops:
-        if any(not isinstance(o, Literal) and o in found for o in op.inputs):
+        if not found.isdisjoint(op.reads):
             found.update(op.outputs)
     return frozenset(found)
 
@@ -276,7 +276,7 @@ class _Sweep:
             if value in self.facts.maker:
                 op = self.facts.maker[value]
                 todo += op.outputs
-                todo += [o for o in op.inputs if not isinstance(o, Literal)]
+                todo += op.reads
 
     def _want_operands(self, view: View, looped: Looped) -> None:
         """Whole operands that the loop slices are better born as slices, where they can be."""

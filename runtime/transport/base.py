@@ -16,7 +16,7 @@ tells the peers; after it only `close` is allowed. Both may be called twice.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,12 @@ class Transport(ABC):
         Raises:
             TransportError: a peer did not come in time, or has another secret.
         """
+
+    def prepare(self, specs: Iterable[ArraySpec]) -> None:  # noqa: B027 - not all need it
+        """Be ready to receive such arrays: nothing is compiled while transfers wait."""
+
+    def launch(self) -> None:  # noqa: B027 - not all need it
+        """Begin all that was posted, where posting alone does not: before long work elsewhere."""
 
     @abstractmethod
     def isend(self, peer: int, tag: int, array: Any) -> Request:

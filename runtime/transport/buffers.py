@@ -47,6 +47,17 @@ def aligned_bytes(size: int) -> Array:
     return raw[first : first + size]
 
 
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """New C-contiguous array of any content, aligned."""
+    return aligned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+
+def contiguous(array: Any) -> Array:
+    """An array in C order; a scalar stays one (numpy's own function makes it a vector)."""
+    made = np.asarray(array)
+    return made if made.flags.c_contiguous else made.copy(order="C")
+
+
 def lend(
     memory: Array | mmap.mmap, offset: int, size: int, give_back: Callable[..., Any], *args: Any
 ) -> Array:
@@ -85,7 +96,7 @@ class BufferPool:
         """A C-contiguous array of any content, aligned."""
         size = math.prod(shape) * dtype.itemsize
         if size < POOLED_FROM:
-            return aligned_bytes(size).view(dtype).reshape(shape)
+            return aligned_empty(shape, dtype)
         whole = -(-size // GRAIN) * GRAIN
         with self._lock:
             self._absorb()

@@ -280,10 +280,8 @@ class SocketTransport(Transport):
         self._commands.append(action)
         try:
             self._waker.send(b"\0")
-        except BlockingIOError:
-            pass  # it is awake
         except OSError:
-            pass  # it has ended
+            pass  # it is awake (BlockingIOError), or has ended
 
     # All that follows runs in the thread.
 

@@ -193,26 +193,19 @@ def sendable(array: Any, peer: int, tag: int) -> ArraySpec:
         raise _unsendable("only numpy arrays can be sent", peer, tag, str(type(array)))
     name = NAMES.get(array.dtype)
     if name is None:
-        raise _unsendable("this dtype cannot travel", peer, tag, str(array.dtype))
+        remedy = f"one of {', '.join(DTYPES)}, of this machine's byte order"
+        raise _unsendable("this dtype cannot travel", peer, tag, str(array.dtype), remedy)
     if not array.flags.c_contiguous:
         got = f"{name}{list(array.shape)} with strides {array.strides}"
-        raise _unsendable("the array to send is not C-contiguous", peer, tag, got)
+        remedy = "numpy.ascontiguousarray"
+        raise _unsendable("the array to send is not C-contiguous", peer, tag, got, remedy)
     if array.nbytes > MAX_MESSAGE_BYTES:
         raise _unsendable("the array to send is too large", peer, tag, f"{array.nbytes} bytes")
     return ArraySpec(array.shape, name)
 
 
-_REMEDIES = MappingProxyType(
-    {
-        "this dtype cannot travel": f"one of {', '.join(DTYPES)}, of this machine's byte order",
-        "the array to send is not C-contiguous": "numpy.ascontiguousarray",
-    }
-)
-
-
-def _unsendable(what: str, peer: int, tag: int, got: str) -> TransportError:
-    where = f"to rank {peer}: tag {tag}"
-    return TransportError(what, where=where, got=got, remedy=_REMEDIES.get(what, ""))
+def _unsendable(what: str, peer: int, tag: int, got: str, remedy: str = "") -> TransportError:
+    return TransportError(what, where=f"to rank {peer}: tag {tag}", got=got, remedy=remedy)
 
 
 def check_secret(secret: bytes) -> bytes:

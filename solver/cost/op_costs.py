@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import Literal, Operand, OpGraph
+from autopar.ir.graph import Operand, OpGraph
 from autopar.rules.rule import Rule
 from autopar.rules.strategy import Strategy
 from autopar.solver.cost.collectives import CollectiveModel
@@ -39,7 +39,7 @@ class OpCosts:
     def key(self, index: int) -> object:
         """Ops with equal keys and equal strategies cost the same."""
         op, traffic = self.graph.ops[index], self.traffic[index]
-        ins = tuple(self._sized(o) for o in op.inputs if not isinstance(o, Literal))
+        ins = tuple(self._sized(o) for o in op.reads)
         outs = tuple(self._sized(value) for value in op.outputs)
         return traffic, ins, outs, self._dtype(index), self.rules[index].flops
 

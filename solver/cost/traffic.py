@@ -33,10 +33,9 @@ def memory_traffic(graph: OpGraph, rules: Sequence[Rule]) -> tuple[Traffic, ...]
     fusible too; everything else goes through memory once."""
     consumers: list[list[int]] = [[] for _ in graph.values]
     for op in graph.ops:
-        for operand in op.inputs:
-            if not isinstance(operand, Literal):
-                consumers[operand].append(op.index)
-    returned = {operand for operand in graph.outputs if not isinstance(operand, Literal)}
+        for operand in op.reads:
+            consumers[operand].append(op.index)
+    returned = set(graph.returned)
     stored = {entry.value for entry in graph.inputs}
     for op in graph.ops:
         for value in op.outputs:

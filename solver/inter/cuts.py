@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, ClusterError
-from autopar.ir.graph import Literal, OpGraph
+from autopar.ir.graph import OpGraph
 from autopar.layers.divide import Divided
 from autopar.layers.grouping import group
 from autopar.methods import ManualStages, PipeshardParallel
@@ -100,7 +100,7 @@ def _shape_of_size(cluster: Cluster, size: int) -> Shape:
     return min(fitting)
 
 
-def uniform_cut(divided: Divided, cluster: Cluster, starts: tuple[int, ...], name: str) -> Cut:
+def uniform_cut(cluster: Cluster, starts: tuple[int, ...], name: str) -> Cut:
     """Stages at `starts` on equal parts of the cluster.
 
     Raises:
@@ -134,7 +134,7 @@ def manual_cut(divided: Divided, graph: OpGraph, cluster: Cluster, stages: Manua
             remedy="name parameters in the order in which the forward first uses them",
         )
     if stages.devices is None:
-        return uniform_cut(divided, cluster, starts, "manual stages")
+        return uniform_cut(cluster, starts, "manual stages")
     shapes = [_shape_of_size(cluster, size) for size in stages.devices]
     return Cut(starts, lay(cluster, shapes), "manual stages")
 
@@ -155,7 +155,7 @@ def _first_use(divided: Divided, graph: OpGraph, prefix: str) -> int:
         )
     place = {op: number for number, op in enumerate(divided.line.ops)}
     for op in micro.graph.ops:
-        reads = any(not isinstance(o, Literal) and o in named for o in op.inputs)
+        reads = not named.isdisjoint(op.reads)
         if reads and op.index in place:
             return place[op.index]
         if reads and micro.phases[op.index] == BEFORE:

@@ -6,14 +6,20 @@ import math
 from collections.abc import Sequence
 
 from autopar.cluster import Cluster
+from autopar.hardware import Level
+
+
+def link_seconds(level: Level, size: float, links: int) -> float:
+    """Alpha-beta seconds of `size` bytes that are shared out over so many links.
+
+    Between two groups of devices these are as many as the smaller group has devices, since tiles
+    are cut along the blocks of both sides (see lower/cross_mesh.py).
+    """
+    return level.alpha + level.beta * size / links
 
 
 class TransferPrices:
-    """Alpha-beta prices between groups of devices of one cluster.
-
-    The bytes are shared out over the links between the two groups: as many as the smaller of them
-    has devices, since tiles are cut along the blocks of both sides (see lower/cross_mesh.py).
-    """
+    """Alpha-beta prices between groups of devices of one cluster."""
 
     def __init__(self, cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> None:
         self._cluster = cluster
@@ -23,7 +29,7 @@ class TransferPrices:
         """Seconds for `size` bytes from one group to another; the slowest level counts."""
         one, other = self._groups[source], self._groups[target]
         level = self._cluster.levels[self._level(one[0], other[0])]
-        return level.alpha + level.beta * size / max(1, min(len(one), len(other)))
+        return link_seconds(level, size, min(len(one), len(other)))
 
     def _level(self, one: int, other: int) -> int:
         """The outermost level on which two devices are apart."""

@@ -22,6 +22,7 @@ from autopar.methods import (
     ShardParallel,
     UniformStages,
 )
+from autopar.plan.boundaries import argument_boundaries, result_boundaries
 from autopar.plan.fingerprint import fingerprint, signatures
 from autopar.plan.pipeline import PipelinePlan, StagePlan, TransferCost
 from autopar.plan.plan import Boundary, CostSummary, SolverReport
@@ -113,7 +114,7 @@ def solve_pipeline(
         solver=SolverReport(
             cut.name, timeline.makespan, first, second, seconds, _notes(stages, cut)
         ),
-        notes=(*graph.notes, *_memory_notes(stages, schedule, cluster)),
+        notes=(*graph.notes, *_memory_notes(timeline, cluster)),
     )
 
 
@@ -140,7 +141,7 @@ def _cut(
     progress: Progress,
 ) -> Cut:
     if isinstance(method, ShardParallel):
-        return uniform_cut(divided, cluster, (0,), "one stage")
+        return uniform_cut(cluster, (0,), "one stage")
     stages = method.stages
     if isinstance(stages, ManualStages):
         return manual_cut(divided, graph, cluster, stages)
@@ -160,11 +161,11 @@ def _uniform(
         )
     firsts = group(line.work, line.cuts, layers)
     if layers == stages.count:
-        return uniform_cut(divided, cluster, firsts, "uniform stages")
+        return uniform_cut(cluster, firsts, "uniform stages")
     ends = [*firsts[1:], len(line.ops)]
     work = [math.fsum(line.work[a:b]) for a, b in zip(firsts, ends, strict=True)]
     chosen = group(work, [line.cuts[first] for first in firsts], stages.count)
-    return uniform_cut(divided, cluster, tuple(firsts[n] for n in chosen), "uniform stages")
+    return uniform_cut(cluster, tuple(firsts[n] for n in chosen), "uniform stages")
 
 
 # --- figures -----------------------------------------------------------------------------------
@@ -183,13 +184,12 @@ def _transfers(staged: Staged, prices: TransferPrices) -> tuple[TransferCost, ..
         task_of = {
             v: task for op, task in zip(graph.ops, source.tasks, strict=True) for v in op.outputs
         }
-        for exit_, operand in zip(source.exits, graph.outputs, strict=True):
-            assert not isinstance(operand, Literal)
-            task = task_of.get(operand, "")
+        for exit_, value in zip(source.exits, graph.returned, strict=True):
+            task = task_of.get(value, "")
             if exit_.kind == "recv" and task in (FORWARD_TASK, BACKWARD_TASK):
                 for target_stage in readers.get((source.stage, exit_.target), []):
                     pair = (source.stage, target_stage, task)
-                    found[pair] = found.get(pair, 0) + graph.values[operand].nbytes
+                    found[pair] = found.get(pair, 0) + graph.values[value].nbytes
     return tuple(
         TransferCost(a, b, kind, size, prices.seconds(a, b, size))
         for (a, b, kind), size in sorted(found.items())
@@ -221,10 +221,7 @@ def timeline_of(
 def _cost(stages: Sequence[StagePlan], schedule: Schedule, timeline: Timeline) -> CostSummary:
     """Seconds of the simulated step; what it is longer than pure work counts as communication."""
     count = schedule.micro_batches
-    work = max(
-        count * (stage.forward_seconds + stage.backward_seconds) + stage.update_seconds
-        for stage in stages
-    )
+    work = max(stage.busy_seconds(count) for stage in stages)
     return CostSummary(work, max(0.0, timeline.makespan - work), int(max(timeline.peak_bytes)))
 
 
@@ -238,14 +235,11 @@ def _notes(stages: Sequence[StagePlan], cut: Cut) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _memory_notes(
-    stages: Sequence[StagePlan], schedule: Schedule, cluster: Cluster
-) -> tuple[str, ...]:
+def _memory_notes(timeline: Timeline, cluster: Cluster) -> tuple[str, ...]:
     limit = cluster.device.memory_bytes
-    peaks = timeline_of(stages, schedule, ()).peak_bytes
     return tuple(
         f"stage {number} needs {int(peak):,} bytes a device, more than the device has"
-        for number, peak in enumerate(peaks)
+        for number, peak in enumerate(timeline.peak_bytes)
         if peak > limit
     )
 
@@ -257,16 +251,11 @@ def _inputs(graph: OpGraph, staged: Staged, stages: Sequence[StagePlan]) -> tupl
         for port, entry in zip(stage.ports, plan.plan.inputs, strict=True):
             if port.kind in ("whole", "micro"):
                 layout.setdefault(port.source, entry.sharding)
-    made = []
-    for number, leaf in enumerate(graph.inputs):
-        value = graph.values[leaf.value]
-        sharding = layout.get(number, replicated(len(value.shape)))
-        made.append(
-            Boundary(
-                leaf.name, value.shape, str(value.dtype), sharding, leaf.donated, leaf.tied_output
-            )
-        )
-    return tuple(made)
+    shardings = [
+        layout.get(number, replicated(len(graph.values[leaf.value].shape)))
+        for number, leaf in enumerate(graph.inputs)
+    ]
+    return argument_boundaries(graph, shardings)
 
 
 def _outputs(graph: OpGraph, staged: Staged, stages: Sequence[StagePlan]) -> tuple[Boundary, ...]:
@@ -276,12 +265,8 @@ def _outputs(graph: OpGraph, staged: Staged, stages: Sequence[StagePlan]) -> tup
         for exit_, entry in zip(stage.exits, plan.plan.outputs, strict=True)
         if exit_.kind == "result"
     }
-    made = []
-    for name, operand, where in zip(
-        graph.output_names, graph.outputs, staged.divided.results, strict=True
-    ):
-        shape = graph.shape_of(operand)
+    shardings = []
+    for operand, where in zip(graph.outputs, staged.divided.results, strict=True):
         known = -1 if isinstance(where, Literal) else where
-        sharding = layout.get(known, replicated(len(shape)))
-        made.append(Boundary(name, shape, str(graph.dtype_of(operand)), sharding))
-    return tuple(made)
+        shardings.append(layout.get(known, replicated(len(graph.shape_of(operand)))))
+    return result_boundaries(graph, shardings)

@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.cluster import Cluster
-from autopar.ir.graph import Literal
-from autopar.ir.text import params_text, short_type
+from autopar.ir.text import params_text, short_type, wires_text
 from autopar.layers.divide import Divided, into_stages
 from autopar.layers.stage_graph import StageGraph
 from autopar.methods import AutoStages, PipeshardParallel
 from autopar.plan.pipeline import StagePlan
 from autopar.plan.schedule import Schedule
 from autopar.rules.rule import Rule
+from autopar.solver.inter.links import link_seconds
 from autopar.solver.inter.shapes import allowed_shapes, flat_shape, submesh_cluster
 from autopar.solver.inter.stage_plan import plan_stage
 from autopar.solver.inter.stage_problem import (
@@ -44,8 +44,7 @@ def structure(stage: StageGraph) -> str:
         text = f"in {short_type(value.shape, value.dtype)} {entry.tied_output} {entry.donated}\n"
         digest.update(text.encode())
     for op, task in zip(graph.ops, stage.tasks, strict=True):
-        wires = " ".join(f"={o.value}" if isinstance(o, Literal) else str(o) for o in op.inputs)
-        text = f"{task} {op.name} {wires} {params_text(op.params)} {op.outputs}\n"
+        text = f"{task} {op.name} {wires_text(op.inputs)} {params_text(op.params)} {op.outputs}\n"
         digest.update(text.encode())
     digest.update(f"{graph.outputs} {stage.gathered}".encode())
     return digest.hexdigest()
@@ -119,7 +118,7 @@ class Profile:
             made.append([known[kind] for kind in kinds])
         return made
 
-    def _cost(self, first: int, last: int, submesh: int) -> StageCost | None:
+    def _cost(self, first: int, last: int, submesh: int) -> StageCost:
         parts = self._costs[submesh][first : last + 1]
         return StageCost(
             forward=math.fsum(part.forward for part in parts),
@@ -135,7 +134,7 @@ class Profile:
         a, b = (math.prod(self.problem.submeshes[n]) for n in (one, other))
         inside = a + b <= flat_shape(self._cluster)[1]
         level = self._cluster.levels[-1 if inside else 0]
-        return level.alpha + level.beta * self._cuts[boundary] / min(a, b)
+        return link_seconds(level, self._cuts[boundary], min(a, b))
 
     def _transfer_back(self, boundary: int, one: int, other: int) -> float:
         return 0.0 if self._method.schedule == "inference" else self._transfer(boundary, one, other)
@@ -143,9 +142,7 @@ class Profile:
     def makespan(self, stages: tuple[StageSlice, ...]) -> float:
         """The simulated step of a split."""
         count = self._method.num_micro_batches
-        costs = [self._cost(*stage) for stage in stages]
-        parts = [cost for cost in costs if cost is not None]
-        assert len(parts) == len(stages)
+        parts = [self._cost(*stage) for stage in stages]
 
         def transfer(source: int, target: int, kind: str) -> float:
             boundary = stages[max(source, target)].first

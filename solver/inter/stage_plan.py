@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 import jax
 
 from autopar.cluster import Cluster
-from autopar.errors import SolveError
-from autopar.ir.graph import OpGraph
-from autopar.ir.mesh import Mesh, factorisations
 from autopar.ir.reshard import Step
 from autopar.ir.sharding import Sharding
 from autopar.layers.stage_graph import BACKWARD_TASK, FORWARD_TASK, LOOPED, StageGraph
@@ -19,10 +16,10 @@ from autopar.lower.boundary import outside
 from autopar.lower.program import Decisions
 from autopar.lower.tasks import Slot, StageTask, stage_tasks
 from autopar.methods import ShardParallel
+from autopar.plan.boundaries import argument_boundaries, result_boundaries
 from autopar.plan.fingerprint import fingerprint, signatures
 from autopar.plan.pipeline import StagePlan
 from autopar.plan.plan import (
-    Boundary,
     CostSummary,
     FrozenPlan,
     ReshardChoice,
@@ -35,10 +32,8 @@ from autopar.solver.cost.memory import peak_bytes
 from autopar.solver.cost.op_costs import OpCosts
 from autopar.solver.intra.problem import Limits, Solution
 from autopar.solver.intra.solve import solve_problem
+from autopar.solver.logical_mesh import logical_meshes
 from autopar.solver.price import communication_seconds, price_list
-
-MAX_AXES = 2
-"""Logical meshes of more axes are tried only when asked for: their tables are large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +61,7 @@ def plan_stage(
         start: its first position on the forward line.
         devices: their positions in the whole cluster.
     """
-    meshes = _meshes(shard, cluster.size)
+    meshes = logical_meshes(shard.logical_mesh, cluster.size)
     limits = Limits(time_limit=shard.time_limit / len(meshes))
     answers = []
     for mesh in meshes:
@@ -76,20 +71,6 @@ def plan_stage(
     best = min(answers, key=lambda answer: answer.solution.objective)
     bound = min(answer.solution.lower_bound for answer in answers)
     return _freeze(stage, best, bound, start, devices)
-
-
-def _meshes(shard: ShardParallel, devices: int) -> tuple[Mesh, ...]:
-    sizes = shard.logical_mesh
-    if sizes is None:
-        shapes = factorisations(devices, MAX_AXES) or ((1,),)
-        return tuple(Mesh.of(*shape) for shape in shapes)
-    if math.prod(sizes) != devices:
-        raise SolveError(
-            "the logical mesh has another number of devices than a stage",
-            got=f"logical_mesh={sizes}, {devices} devices a stage",
-            remedy="leave logical_mesh out: every factorisation is tried",
-        )
-    return (Mesh.of(*sizes),)
 
 
 def _freeze(
@@ -122,13 +103,8 @@ def _freeze(
         cluster=model.collectives.cluster,
         mesh=model.mesh,
         method="ShardParallel",
-        inputs=_boundaries(graph, decisions.inputs),
-        outputs=tuple(
-            Boundary(name, graph.shape_of(o), str(graph.dtype_of(o)), sharding)
-            for name, o, sharding in zip(
-                graph.output_names, graph.outputs, decisions.outputs, strict=True
-            )
-        ),
+        inputs=argument_boundaries(graph, decisions.inputs),
+        outputs=result_boundaries(graph, decisions.outputs),
         num_hidden=0,
         strategies=tuple(
             assignment_text(rule, strategy.assignment, model.mesh)
@@ -166,15 +142,6 @@ def _freeze(
         memory.activation,
         memory.workspace,
     )
-
-
-def _boundaries(graph: OpGraph, shardings: Sequence[Sharding]) -> tuple[Boundary, ...]:
-    made = []
-    for entry, sharding in zip(graph.inputs, shardings, strict=True):
-        value = graph.values[entry.value]
-        tail = (entry.donated, entry.tied_output)
-        made.append(Boundary(entry.name, value.shape, str(value.dtype), sharding, *tail))
-    return tuple(made)
 
 
 def _compute_seconds(

@@ -7,10 +7,11 @@ such lists cannot deadlock under any kind of channel (`deadlock.py` tries five).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import ScheduleError
-from autopar.plan.schedule import Action, Overlap, Schedule
+from autopar.plan.schedule import Action, Cell, Schedule, parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ def communicate(schedule: Schedule, edges: Edges | None = None) -> Schedule:
         ScheduleError: the schedule stands still.
     """
     edges = edges or chain(schedule.stages)
-    rank_of = {stage: rank for stage, rank in enumerate(schedule.placement)}
-    rows: list[list[Action | Overlap | None]] = [[] for _ in schedule.ranks]
+    rank_of = schedule.placement
+    rows: list[list[Cell]] = [[] for _ in schedule.ranks]
     at = [0] * len(schedule.ranks)
     done: set[tuple[str, int, int]] = set()
     while any(place < len(row) for place, row in zip(at, schedule.ranks, strict=True)):
@@ -52,7 +53,7 @@ def communicate(schedule: Schedule, edges: Edges | None = None) -> Schedule:
             at[rank] += 1
             moved = True
             rows[rank].append(cell)
-            for action in _parts(cell):
+            for action in parts(cell):
                 if action.kind in ("F", "B", "I"):
                     kind = "F" if action.kind == "F" else "B"
                     done.add((kind, action.stage, action.micro))
@@ -69,8 +70,8 @@ def _send(
     action: Action,
     kind: str,
     edges: Edges,
-    rows: list[list[Action | Overlap | None]],
-    rank_of: dict[int, int],
+    rows: list[list[Cell]],
+    rank_of: Sequence[int],
 ) -> None:
     for source, target in edges.forward if kind == "F" else edges.backward:
         here, there = rank_of[source], rank_of[target]
@@ -79,14 +80,8 @@ def _send(
             rows[there].append(Action(target, f"RECV_{kind}", action.micro, source))
 
 
-def _parts(cell: Action | Overlap | None) -> tuple[Action, ...]:
-    if cell is None:
-        return ()
-    return cell.actions if isinstance(cell, Overlap) else (cell,)
-
-
-def _ready(cell: Action | Overlap | None, edges: Edges, done: set[tuple[str, int, int]]) -> bool:
-    for action in _parts(cell):
+def _ready(cell: Cell, edges: Edges, done: set[tuple[str, int, int]]) -> bool:
+    for action in parts(cell):
         stage, micro = action.stage, action.micro
         needs: list[tuple[str, int, int]] = []
         if action.kind == "F":

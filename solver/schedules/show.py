@@ -21,9 +21,10 @@ def show_schedule(
     timeline = simulate(made, durations)
     work = max(sum(e.end - e.start for e in timeline.events if e.rank == r) for r in range(stages))
     live = ", ".join(map(str, timeline.peak_live))
+    shown = communicate(made) if sends else made
     lines = [
-        grid_text(communicate(made) if sends else made),
+        grid_text(shown),
         f"with F = 1 and B = 2 it takes {timeline.makespan:g}, of which a rank works {work:g}",
         f"activations held at most, by rank: {live}",
     ]
-    return (communicate(made) if sends else made), "\n".join(lines)
+    return shown, "\n".join(lines)

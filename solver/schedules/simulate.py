@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ScheduleError
-from autopar.plan.schedule import Action, Overlap, Schedule
+from autopar.plan.schedule import COMPUTE, Action, Cell, Schedule, parts
 from autopar.solver.schedules.communicate import Edges, chain
 
 Transfer = Callable[[int, int, str], float]
@@ -202,13 +202,9 @@ class _Run:
             self.arrived[kind, action.stage, target, action.micro] = arrival
 
 
-def _computed(row: Sequence[Action | Overlap | None]) -> list[Action]:
+def _computed(row: Sequence[Cell]) -> list[Action]:
     """The compute actions of a rank; the two of an overlap follow each other."""
-    found: list[Action] = []
-    for cell in row:
-        parts = cell.actions if isinstance(cell, Overlap) else (cell,)
-        found += [part for part in parts if part is not None and part.kind in ("F", "B", "I", "W")]
-    return found
+    return [action for cell in row for action in parts(cell) if action.kind in COMPUTE]
 
 
 def _held(
