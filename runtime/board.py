@@ -9,12 +9,19 @@ from __future__ import annotations
 import contextlib
 import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 ROW = 2
 """Numbers a worker: step, position in its instruction list."""
+
+
+class Positions(Protocol):
+    """Where workers are."""
+
+    def where(self, rank: int) -> tuple[int, int] | None:
+        """(step, position) of a worker; -1 where there was none yet; None if that is unknown."""
 
 
 class Board:

@@ -32,6 +32,7 @@ from autopar.runtime.remote_worker import fetch_plan
 from autopar.runtime.transfer import message_tag
 from autopar.runtime.transport.base import ArraySpec, Request, Transport
 from autopar.runtime.transport.buffers import contiguous
+from autopar.runtime.watch import Watch
 
 Given = tuple[int, bool, Any]
 """An argument of a step: its handle and whether the step takes it over; or FED and the array."""
@@ -42,14 +43,16 @@ class Calls:
 
     Args:
         transport: connected to all workers.
-        timeout: seconds that a wait may take.
+        watch: waits for workers that may be at work.
+        timeout: seconds that a wait for a worker that is about to answer may take.
 
     Attributes:
         sent: bytes of arrays that went to workers.
     """
 
-    def __init__(self, transport: Transport, timeout: float) -> None:
+    def __init__(self, transport: Transport, watch: Watch, timeout: float) -> None:
         self.transport = transport
+        self._watch = watch
         self.timeout = timeout
         self.sent = 0
 
@@ -157,7 +160,7 @@ class Calls:
         return self.answer(peer, head)
 
     def _wait(self, requests: Sequence[Request]) -> None:
-        self.transport.wait(requests, timeout=self.timeout)
+        self._watch.wait(self.transport, requests)
 
 
 def _chunks(handles: Sequence[int], size: int) -> Iterator[Sequence[int]]:

@@ -11,11 +11,10 @@ import secrets
 import shutil
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,6 @@ from autopar.lower.instructions import (
     BufferSpec,
     Key,
     StepProgram,
-    WorkerProgram,
 )
 from autopar.runtime.arrays import DistributedArray
 from autopar.runtime.board import Board
@@ -36,45 +34,18 @@ from autopar.runtime.control import FED, Kind
 from autopar.runtime.faults import DIED, diagnose
 from autopar.runtime.peer import Peer, peer_of
 from autopar.runtime.pipeline import micro_part
-from autopar.runtime.transport.base import Request, Transport
+from autopar.runtime.processes import Processes
+from autopar.runtime.transport.base import Request
+from autopar.runtime.watch import HANG_SECONDS, Watch
 
 START_SECONDS = 180.0
 """Until all workers are up, connected, and have compiled their tasks."""
-
-HANG_SECONDS = 300.0
-"""When no worker's position has changed for so long, one of them hangs."""
 
 WAIT_SECONDS = 600.0
 """That a worker waits for another inside a step: longer than anything that is no fault."""
 
 GRACE_SECONDS = 2.0
 """How long workers may take to say what went wrong, once something has."""
-
-POLL_SECONDS = 0.5
-
-
-class Processes(Protocol):
-    """The processes of the workers: started, told about each other, and ended elsewhere."""
-
-    def start(
-        self, rank: int, worker: WorkerProgram, secret: bytes, board: str, timeout: float
-    ) -> None:
-        """Start the process of a worker."""
-
-    def connect(self, secret: bytes, timeout: float) -> Transport:
-        """Connect all workers with each other and with the driver, whose end is returned."""
-
-    def load(self, rank: int, program: str, code: Mapping[str, bytes]) -> None:
-        """Begin to compile."""
-
-    def loaded(self, timeout: float) -> list[int]:
-        """Wait until all have compiled, and let them serve; their process ids."""
-
-    def last_words(self, timeout: float) -> dict[int, str]:
-        """What workers that have ended had to say: JSON, or `DIED` and why; others are left out."""
-
-    def end(self) -> None:
-        """End all processes; may be called twice."""
 
 
 class ProcessPipeline:
@@ -106,7 +77,6 @@ class ProcessPipeline:
     ) -> None:
         self.step = step
         self.timeout = timeout
-        self.hang_seconds = hang_seconds
         self.pids: tuple[int, ...] = ()
         self._lock = threading.RLock()
         self._closed = ""
@@ -121,6 +91,7 @@ class ProcessPipeline:
         self._finalizer = weakref.finalize(self, _clean_up, processes, self.folder)
         self._peers = [peer_of(worker) for worker in step.workers]
         self._uses = step.uses()
+        self.watch = Watch(processes, self._board, range(len(self._peers)), hang_seconds)
         try:
             self._start(code, hidden, progress)
         except BaseException:
@@ -140,7 +111,7 @@ class ProcessPipeline:
         for worker in self.step.workers:
             processes.start(worker.rank, worker, secret, str(self._board.path), self.timeout)
         progress("connecting workers")
-        self._calls = Calls(processes.connect(secret, START_SECONDS), self.timeout)
+        self._calls = Calls(processes.connect(secret, START_SECONDS), self.watch, self.timeout)
         progress("compiling on the workers")
         for worker, tasks in zip(self.step.workers, code, strict=True):
             processes.load(worker.rank, json.dumps(worker_program_to_json(worker)), tasks)
@@ -257,41 +228,11 @@ class ProcessPipeline:
                 return
             calls = self._open_calls()
             try:
-                self._await(calls.transport, [head for _, head in pending])
+                self.watch.wait(calls.transport, [head for _, head in pending])
                 for peer, head in pending:
                     calls.answer(peer, head)
             except (TransportError, WorkerError) as error:
                 raise self._failure(error) from error
-
-    def _await(self, transport: Transport, requests: Sequence[Request]) -> None:
-        """Wait in slices; between them look whether anybody still moves."""
-        seen = self._positions()
-        since = time.monotonic()
-        while True:
-            try:
-                transport.wait(requests, timeout=POLL_SECONDS)
-                return
-            except TransportError:
-                if not self._only_slow(requests):
-                    raise
-            now = self._positions()
-            if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self.hang_seconds:
-                raise TransportError(f"no worker has moved for {self.hang_seconds:g} s")
-
-    def _only_slow(self, requests: Sequence[Request]) -> bool:
-        """Whether a wait failed for want of time alone."""
-        try:
-            for request in requests:
-                if request.done():
-                    request.result()
-        except TransportError:
-            return False
-        return not self._processes.last_words(0.0)
-
-    def _positions(self) -> list[tuple[int, int]]:
-        return [self._board.where(peer.rank) for peer in self._peers]
 
     # --- faults --------------------------------------------------------------------------------
 
@@ -301,7 +242,7 @@ class ProcessPipeline:
         with contextlib.suppress(Exception):
             self._open_calls().transport.abort(str(error).partition("\n")[0])
         told = self._last_words()
-        made = diagnose(self._peers, self._board, told, error, step=step)
+        made = diagnose(self._peers, self._processes.positions(self._board), told, error, step=step)
         self._closed = made.what
         self.close()
         return made

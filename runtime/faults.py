@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.errors import WorkerError
-from autopar.runtime.board import Board
+from autopar.runtime.board import Positions
 from autopar.runtime.peer import Peer
 
 DIED = "died"
+
+UNKNOWN = (-1, -1)
 
 Words = Mapping[str, Any]
 """What a worker said at its end: `text`, `aborted` (it only followed another), or DIED."""
@@ -17,7 +19,7 @@ Words = Mapping[str, Any]
 
 def diagnose(
     peers: Sequence[Peer],
-    board: Board,
+    board: Positions,
     told: Mapping[int, Words],
     error: Exception,
     *,
@@ -33,10 +35,13 @@ def diagnose(
         step: that was under way.
     """
     culprit, how, detail = _culprit(peers, board, told, error)
-    at, position = board.where(culprit.rank)
-    place = f"at instruction {position}: {_text(culprit, board)}"
-    if at < step:
+    at = board.where(culprit.rank)
+    if at is None:
+        place = "at an unknown instruction"
+    elif at[0] < step:
         place = "before its first instruction"
+    else:
+        place = f"at instruction {at[1]}: {_text(culprit, board)}"
     lines = [_line(peer, board, told) for peer in peers if peer is not culprit]
     return WorkerError(
         f"worker {culprit.rank} ({culprit.stage}) {how} in step {step} {place}",
@@ -48,7 +53,7 @@ def diagnose(
 
 
 def _culprit(
-    peers: Sequence[Peer], board: Board, told: Mapping[int, Words], error: Exception
+    peers: Sequence[Peer], board: Positions, told: Mapping[int, Words], error: Exception
 ) -> tuple[Peer, str, str]:
     """Who began it: one that died, one that raised, one that hangs, in this order."""
     for peer in peers:
@@ -66,13 +71,15 @@ def _culprit(
     return peers[0], "failed", str(error)
 
 
-def _text(peer: Peer, board: Board) -> str:
-    _, position = board.where(peer.rank)
+def _text(peer: Peer, board: Positions) -> str:
+    _, position = board.where(peer.rank) or UNKNOWN
     return peer.texts[position] if 0 <= position < len(peer.texts) else ""
 
 
-def _line(peer: Peer, board: Board, told: Mapping[int, Words]) -> str:
-    step, position = board.where(peer.rank)
-    where = _text(peer, board) or "between steps"
+def _line(peer: Peer, board: Positions, told: Mapping[int, Words]) -> str:
     state = "" if peer.rank in told else ", still running"
-    return f"worker {peer.rank} in step {step} at instruction {position} `{where}`{state}"
+    at = board.where(peer.rank)
+    if at is None:
+        return f"worker {peer.rank} at an unknown instruction{state}"
+    where = _text(peer, board) or "between steps"
+    return f"worker {peer.rank} in step {at[0]} at instruction {at[1]} `{where}`{state}"

@@ -2,7 +2,8 @@
 
 Ray starts the processes, tells who has died, and ends them. Everything else (what to do, batches,
 results, activations) goes over our own transport, which also tells a lost peer within milliseconds.
-Ray's calls carry only bytes, strings and numbers, and none of them is made in a step.
+Ray's calls carry only bytes, strings and numbers, and none of them is made in a step, but to ask
+workers on other hosts where they are when one is slow.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from autopar.errors import AutoparError, ClusterError
 from autopar.lower.instructions import StepProgram, WorkerProgram
+from autopar.runtime.board import Board, Positions
 from autopar.runtime.driver import START_SECONDS, ProcessPipeline
 from autopar.runtime.faults import DIED
 from autopar.runtime.remote_worker import RemoteWorker, make_transport
@@ -29,6 +32,9 @@ from autopar.runtime.transport.base import DRIVER, Transport
 
 THREADS_PER_DEVICE = 4
 """As in autopar.launch: with fewer than two a collective can starve."""
+
+ASK_SECONDS = 1.0
+"""Until a worker on another host has said where it is."""
 
 
 @contextlib.contextmanager
@@ -88,8 +94,31 @@ def stop_ray(folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _own_host(kind: str) -> str:
+    """Where a transport of this process listens."""
+    return "127.0.0.1" if kind == "shm" else str(ray.util.get_node_ip_address())
+
+
 class _Actor(RemoteWorker):
     """A worker in an actor; `serve` runs while `where` and `abort` answer."""
+
+    def __init__(self, rank: int, secret: bytes, kind: str, board: str, timeout: float) -> None:
+        super().__init__(rank, secret, kind, _own_host(kind), board, timeout)
+
+
+class _Asked:
+    """Where workers on other hosts are, by their own word."""
+
+    def __init__(self, actors: Mapping[int, Any]) -> None:
+        self._actors = actors
+
+    def where(self, rank: int) -> tuple[int, int] | None:
+        """Ask it; one that is gone does not answer."""
+        try:
+            step, position = ray.get(self._actors[rank].where.remote(), timeout=ASK_SECONDS)
+        except ray.exceptions.RayError:
+            return None
+        return step, position
 
 
 class RayProcesses:
@@ -102,28 +131,32 @@ class RayProcesses:
     def __init__(self, address: str | None) -> None:
         self._local = address is None
         self._folder = start_ray(address)
+        # Workers take turns over the hosts: left alone, Ray puts what asks for no CPU on one.
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        alive.sort(key=lambda node: (str(node["NodeManagerAddress"]), str(node["NodeID"])))
+        self._nodes = [str(node["NodeID"]) for node in alive]
         self._actors: dict[int, Any] = {}
         self._loading: list[Any] = []
         self._serving: dict[int, Any] = {}
+        self._asked = _Asked(self._actors)
 
     @property
-    def _kind(self) -> tuple[str, str]:
-        """Transport, and the host on which this process listens."""
-        return ("shm", "127.0.0.1") if self._local else ("tcp", ray.util.get_node_ip_address())
+    def _kind(self) -> str:
+        """Of transport."""
+        return "shm" if self._local else "tcp"
 
     def start(
         self, rank: int, worker: WorkerProgram, secret: bytes, board: str, timeout: float
     ) -> None:
         """Start an actor with as many CPU devices as the worker's mesh has."""
-        kind, host = self._kind
-        self._actors[rank] = _actor(worker.mesh.size, rank).remote(
-            rank, secret, kind, host, board if self._local else "", timeout
+        node = self._nodes[rank % len(self._nodes)]
+        self._actors[rank] = _actor(worker.mesh.size, rank, node).remote(
+            rank, secret, self._kind, board if self._local else "", timeout
         )
 
     def connect(self, secret: bytes, timeout: float) -> Transport:
         """Exchange addresses; then all connect at the same time."""
-        kind, host = self._kind
-        transport = make_transport(kind, DRIVER, secret, host)
+        transport = make_transport(self._kind, DRIVER, secret, _own_host(self._kind))
         actors = [self._actors[rank] for rank in sorted(self._actors)]
         addresses = ray.get([actor.address.remote() for actor in actors], timeout=timeout)
         ranks, everyone = [DRIVER, *range(len(actors))], [transport.address, *addresses]
@@ -143,6 +176,10 @@ class RayProcesses:
         pids: list[int] = ray.get(self._loading, timeout=timeout)
         self._serving = {rank: actor.serve.remote() for rank, actor in self._actors.items()}
         return pids
+
+    def positions(self, board: Board) -> Positions:
+        """The board's, or what the workers say."""
+        return board if self._local else self._asked
 
     def last_words(self, timeout: float) -> dict[int, str]:
         """What workers that have ended had to say."""
@@ -206,8 +243,8 @@ def ray_pipeline(
         ) from error
 
 
-def _actor(devices: int, rank: int) -> Any:
-    """An actor class for a worker with so many CPU devices."""
+def _actor(devices: int, rank: int, node: str) -> Any:
+    """An actor class for a worker with so many CPU devices, on the node of that id."""
     kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
     environment = {
         "JAX_PLATFORMS": "cpu",
@@ -218,5 +255,6 @@ def _actor(devices: int, rank: int) -> Any:
         name=f"autopar-{os.getpid()}-{secrets.token_hex(4)}-{rank}",
         num_cpus=0,
         max_concurrency=3,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         runtime_env={"env_vars": environment},
     )

@@ -85,6 +85,7 @@ class RemoteWorker:
         )
         self._program: WorkerProgram | None = None
         self._specs: dict[int, BufferSpec] = {}
+        self._last = (-1, -1)
         self._feeds: tuple[tuple[Key, BufferSpec], ...] = ()
 
     def _record(self, event: Event) -> None:
@@ -148,6 +149,7 @@ class RemoteWorker:
             self._transport.abort(str(error))
             return error_text(error, aborted=False)
         finally:
+            self.where()  # the driver may ask yet
             self._worker.close()
             self._transport.close()
 
@@ -214,9 +216,11 @@ class RemoteWorker:
         for handle in handles:
             self._specs.pop(handle, None)
 
-    def where(self) -> str:
-        """Where the worker is, from another thread."""
-        return str(self._worker.progress())
+    def where(self) -> tuple[int, int]:
+        """(step, position) of the worker, from another thread."""
+        if (progress := self._worker.progress()) is not None:
+            self._last = (progress.step, progress.position)
+        return self._last
 
     def abort(self, reason: str) -> None:
         """End what is under way, from another thread."""

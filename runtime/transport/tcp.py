@@ -12,8 +12,14 @@ from autopar.runtime.transport.socket_transport import SocketTransport
 
 SCHEME = "tcp:"
 
-KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-"""Seconds, seconds, count: a peer whose host has gone silently is lost after 25 s."""
+KEEPALIVE = (
+    ("TCP_KEEPIDLE", 10),
+    ("TCP_KEEPINTVL", 5),
+    ("TCP_KEEPCNT", 3),
+    ("TCP_USER_TIMEOUT", 25_000),
+)
+"""Seconds, seconds, count, and milliseconds for what was sent and not acknowledged: a peer whose
+host has gone silently is lost after 25 s, whether something is on its way to it or not."""
 
 
 class TcpTransport(SocketTransport):

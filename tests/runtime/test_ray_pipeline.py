@@ -22,6 +22,7 @@ import autopar as ap
 from autopar.errors import WorkerError
 from autopar.runtime.arrays import DistributedArray
 from autopar.runtime.ray_runtime import start_ray, stop_ray
+from autopar.runtime.transport.tcp import TcpTransport
 from tests.models.headed import headed_model
 from tests.models.small_models import SmallModel, small_model
 from tests.oracles.single_device import differences, run_single
@@ -38,10 +39,16 @@ def one_ray() -> Iterator[None]:
     stop_ray(folder)
 
 
-def step_of(model: SmallModel, stages: int, count: int, schedule: str = "1f1b") -> Any:
+def step_of(
+    model: SmallModel,
+    stages: int,
+    count: int,
+    schedule: str = "1f1b",
+    address: str | None = None,
+) -> Any:
     return ap.parallelize(
         jax.jit(model.step, donate_argnums=(0, 1)),
-        cluster=ap.Cluster.ray(hosts=stages, devices_per_host=2),
+        cluster=ap.Cluster.ray(hosts=stages, devices_per_host=2, address=address),
         method=ap.PipeshardParallel(count, stages=ap.UniformStages(stages), schedule=schedule),
         batch_argnums=(2,),
     )
@@ -172,7 +179,7 @@ def test_a_lost_worker_is_one_error_and_nothing_is_left(
         params, state, _, _ = step(params, state, batch)
     runtime = runtime_of(step)
     runtime.settle()
-    runtime.hang_seconds = 3.0
+    runtime.watch.hang_seconds = 3.0
     pids, folder = runtime.pids, runtime.folder
     start = time.monotonic()
     fault(pids[1])
@@ -188,6 +195,36 @@ def test_a_lost_worker_is_one_error_and_nothing_is_left(
         np.asarray(jax.tree.leaves(params)[0])
     # From a checkpoint it goes on with new workers.
     assert np.isfinite(float(step(*model.args)[2]))
+    step.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [(stop, "hangs"), pytest.param(kill, "died", marks=pytest.mark.full)],
+    ids=["hang", "kill"],
+)
+def test_workers_of_a_running_ray_are_told_apart_over_tcp(
+    fault: Callable[[int], None], how: str
+) -> None:
+    """As on several hosts: no shared memory, and no board to read positions from."""
+    model = small_model("mlp")
+    step = step_of(model, 2, 2, address="auto")
+    given = jax.tree.map(np.asarray, model.args)
+    expected = run_single(model, given)
+    results = step(*given)
+    assert differences(model, given, expected, results) == []
+    runtime = runtime_of(step)
+    assert isinstance(runtime._calls.transport, TcpTransport)
+    assert runtime.watch.positions() == [(0, -1), (0, -1)]
+    runtime.watch.hang_seconds = 3.0
+    pids, folder = runtime.pids, runtime.folder
+    fault(pids[1])
+    with pytest.raises(WorkerError) as caught:
+        float(step(*results[:2], given[2])[2])
+    text = str(caught.value)
+    assert f"worker 1 (stage 1) {how} in step 1 at an unknown instruction" in text
+    assert "worker 0 in step 1 at instruction" in text
+    assert left_behind(pids, folder, set()) == []
     step.close()
 
 
