@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,8 +13,7 @@ import pytest
 import autopar as ap
 from examples import mlp
 from tests.models.small_models import MLP
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.oracles.hash_seeds import printed
 
 WITHOUT_SOLVER = """
 import sys
@@ -57,18 +53,14 @@ import autopar as ap
 from examples import gpt, mlp
 from tests.models.small_models import GPT, MLP
 
-build, config = {"mlp": (mlp.build, MLP), "gpt": (gpt.build, GPT)}[sys.argv[1]]
+name, _, stages = sys.argv[1].partition("-")
+build, config = {"mlp": (mlp.build, MLP), "gpt": (gpt.build, GPT)}[name]
 step, args, batch = build(config)
-ap.make_plan(step, *args, cluster="abstract:2x3", batch_argnums=batch).save(sys.argv[2])
+method = ap.PipeshardParallel(2, layers=ap.AutoLayers(4)) if stages else ap.Auto()
+cluster = "abstract:2x2" if stages else "abstract:2x3"
+plan = ap.make_plan(step, *args, cluster=cluster, method=method, batch_argnums=batch)
+plan.save(sys.argv[2])
 """
-
-
-def _run(program: str, *arguments: str, hash_seed: str = "0") -> str:
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-    command = (sys.executable, "-W", "error", "-c", program, *arguments)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def _cluster() -> ap.Cluster:
@@ -100,7 +92,7 @@ def test_a_loaded_plan_runs_where_the_solver_cannot_be_imported(
     made: ap.Plan, tmp_path: Path
 ) -> None:
     made.save(tmp_path / "plan.json")
-    assert "blocked: autopar.solver" in _run(WITHOUT_SOLVER, str(tmp_path / "plan.json"))
+    assert "blocked: autopar.solver" in printed(WITHOUT_SOLVER, str(tmp_path / "plan.json"))
 
 
 def test_a_loaded_plan_knows_its_function_once_bound(made: ap.Plan, tmp_path: Path) -> None:
@@ -123,14 +115,22 @@ def test_partition_specs_are_by_path(made: ap.Plan) -> None:
     assert any(any(spec) for spec in kernels)
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        "mlp-stages",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("gpt", "gpt-stages")),
+    ],
+)
 def test_the_same_plan_under_any_hash_seed(name: str, tmp_path: Path) -> None:
     texts = []
     for seed in ("0", "4242"):
         path = tmp_path / f"{seed}.json"
-        _run(MAKE_PLAN, name, str(path), hash_seed=seed)
+        printed(MAKE_PLAN, name, str(path), seed=seed)
         plan = json.loads(path.read_text())
-        assert plan["solver"].pop("seconds") >= 0
+        for part in (plan, *(stage["plan"] for stage in plan.get("stages", ()))):
+            assert part["solver"].pop("seconds") >= 0
         texts.append(json.dumps(plan))
     assert texts[0] == texts[1]
 

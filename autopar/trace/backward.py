@@ -109,7 +109,7 @@ def split_step(
         graph: the step.
         rules: of its ops.
         batch: `(value, dim)` of the inputs that hold one row per example.
-        count: number of micro-batches; with 1 every op runs before the (empty) loop.
+        count: number of micro-batches; with 1 the whole batch is one, and nothing is refused.
 
     Raises:
         MicrobatchError: the batch does not divide, or the division would not be exact.
@@ -121,6 +121,7 @@ def split_step(
     for op, step in zip(graph.ops, steps, strict=True):
         states.update(zip(op.outputs, step.outs, strict=True))
     regions = _regions(facts, steps, whole)
+    steps = steps if count > 1 else _once_around(graph, regions)
     placed = tuple(
         Placed(region, step.runs, step.uses, step.outs, step.body)
         for region, step in zip(regions, steps, strict=True)
@@ -240,6 +241,19 @@ def _movable(
     fresh = {v for v in operands if states[v].kind in (SUM, SAME) and v not in crossing}
     grown = sum(graph.values[v].nbytes for v in sorted(fresh))
     return grown <= sum(graph.values[v].nbytes for v in op.outputs if v in crossing)
+
+
+def _once_around(graph: OpGraph, regions: Sequence[str]) -> list[Step]:
+    """One micro-batch: its forward and backward are the loop, whatever follows them comes after."""
+    after: set[int] = set()
+    steps = []
+    for op, region in zip(graph.ops, regions, strict=True):
+        looped = region in (FORWARD, BACKWARD) and after.isdisjoint(op.reads)
+        outs, uses = tuple(State(ONCE) for _ in op.outputs), tuple(Use() for _ in op.inputs)
+        steps.append(Step(LOOP if looped else AFTER, outs, uses if looped else ()))
+        if not looped:
+            after.update(op.outputs)
+    return steps
 
 
 # --- regions -----------------------------------------------------------------------------------

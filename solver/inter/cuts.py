@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, ClusterError
-from autopar.ir.graph import OpGraph
 from autopar.layers.divide import Divided
 from autopar.layers.grouping import group
 from autopar.methods import ManualStages, PipeshardParallel
@@ -117,13 +117,13 @@ def uniform_cut(cluster: Cluster, starts: tuple[int, ...], name: str) -> Cut:
     return Cut(starts, lay(cluster, [shape] * count), name)
 
 
-def manual_cut(divided: Divided, graph: OpGraph, cluster: Cluster, stages: ManualStages) -> Cut:
+def manual_cut(divided: Divided, cluster: Cluster, stages: ManualStages) -> Cut:
     """Stages that begin where the named parameters are first used.
 
     Raises:
         ArgumentError: a name is no parameter's, or the stages are out of order.
     """
-    starts = (0, *(_first_use(divided, graph, prefix) for prefix in stages.starts))
+    starts = (0, *(_first_use(divided, prefix) for prefix in stages.starts))
     if list(starts) != sorted(set(starts)):
         raise ArgumentError(
             "the stages of ManualStages are not in the order of the forward",
@@ -139,19 +139,21 @@ def manual_cut(divided: Divided, graph: OpGraph, cluster: Cluster, stages: Manua
     return Cut(starts, lay(cluster, shapes), "manual stages")
 
 
-def _first_use(divided: Divided, graph: OpGraph, prefix: str) -> int:
+def _first_use(divided: Divided, prefix: str) -> int:
     micro = divided.micro
-    named = {
-        entry.value
+    whole = [
+        entry
         for entry, role in zip(micro.graph.inputs, micro.roles, strict=True)
-        if role.kind == "whole" and _is_under(entry.name, prefix)
-    }
+        if role.kind == "whole"
+    ]
+    named = {entry.value for entry in whole if _is_under(entry.name, prefix)}
     if not named:
-        known = sorted({entry.name for entry in graph.inputs})
+        near = difflib.get_close_matches(prefix, _prefixes(e.name for e in whole), n=4, cutoff=0.0)
         raise ArgumentError(
             "ManualStages names no parameter",
             got=repr(prefix),
-            why=f"arguments are {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}",
+            why=f"a stage starts where a parameter under that path is first used; near to it are "
+            f"{', '.join(near)}",
         )
     place = {op: number for number, op in enumerate(divided.line.ops)}
     for op in micro.graph.ops:
@@ -163,6 +165,15 @@ def _first_use(divided: Divided, graph: OpGraph, prefix: str) -> int:
     raise ArgumentError(
         "the forward never uses the parameter that ManualStages names", got=repr(prefix)
     )
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+    """The paths, and all that they are under."""
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split("/")
+        found.update(("/".join(parts[: n + 1]), None) for n in range(len(parts)))
+    return list(found)
 
 
 def _is_under(name: str, prefix: str) -> bool:

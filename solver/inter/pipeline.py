@@ -75,7 +75,7 @@ def solve_pipeline(
     name = "gpipe" if isinstance(method, ShardParallel) else method.schedule
     _check_schedule(divided, name)
     progress("choosing stages")
-    cut = _cut(divided, graph, cluster, method, progress)
+    cut = _cut(divided, cluster, method, progress)
     staged = into_stages(divided, cut.starts)
     stages = []
     for number, (stage, place) in enumerate(zip(staged.graphs, cut.places, strict=True)):
@@ -135,7 +135,6 @@ def _check_schedule(divided: Divided, name: str) -> None:
 
 def _cut(
     divided: Divided,
-    graph: OpGraph,
     cluster: Cluster,
     method: PipeshardParallel | ShardParallel,
     progress: Progress,
@@ -144,7 +143,7 @@ def _cut(
         return uniform_cut(cluster, (0,), "one stage")
     stages = method.stages
     if isinstance(stages, ManualStages):
-        return manual_cut(divided, graph, cluster, stages)
+        return manual_cut(divided, cluster, stages)
     if isinstance(stages, AutoStages):
         return auto_cut(divided, cluster, method, progress)
     return _uniform(divided, cluster, method, stages)

@@ -28,7 +28,7 @@ SAMPLE = {
 }
 CASES = [
     pytest.param(*case, count, marks=() if case in SAMPLE else FULL)
-    for stages, count in ((2, 4), (3, 6), (4, 8))
+    for stages, count in ((2, 4), (3, 6), (4, 8), (2, 1))
     for case in itertools.product(("mlp", "gpt", "headed"), ("gpipe", "1f1b"), (stages,))
 ]
 
