@@ -110,7 +110,7 @@ def step_program(
 
 
 Out = tuple[Exit, Slot, str]
-"""An exit, the slot that leaves, and the task that makes it."""
+"""An exit, the slot that leaves, and the task that makes it: none for an argument as it lies."""
 
 
 def _exits(lowering: StageLowering) -> tuple[Out, ...]:
@@ -121,11 +121,13 @@ def _exits(lowering: StageLowering) -> tuple[Out, ...]:
             made[slot, task.name in LOOPED] = task.name
     found = []
     graph = lowering.stage.graph
+    entries = zip(graph.inputs, lowering.inputs, strict=True)
+    given = {Slot(entry.value, sharding) for entry, sharding in entries}
     sides = zip(lowering.stage.exits, graph.returned, lowering.outputs, strict=True)
     for exit_, value, sharding in sides:
         slot = Slot(value, sharding)
         looped = exit_.kind == "recv" and (slot, True) in made
-        found.append((exit_, slot, made[slot, looped]))
+        found.append((exit_, slot, "" if slot in given else made[slot, looped]))
     return tuple(found)
 
 
@@ -438,8 +440,10 @@ class _Writer:
                 if name in worker.tasks:
                     self._run(worker, name, WHOLE)
         for worker in self.workers:
-            for exit_, slot, _ in worker.exits:
+            for exit_, slot, task in worker.exits:
                 if exit_.kind == "result":
+                    if not task:
+                        worker.bring(worker.ports.index(slot), WHOLE)
                     name = worker.name(slot, WHOLE)
                     worker.code.append(Fetch(name, exit_.target))
                     worker.fetched.append((exit_.target, name))

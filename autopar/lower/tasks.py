@@ -145,6 +145,8 @@ class _Writer:
             entry.value: Slot(entry.value, sharding)
             for entry, sharding in zip(self.graph.inputs, decisions.inputs, strict=True)
         }
+        # A result that is an argument as it lies is handed on; no task makes it.
+        self.given = frozenset(self.held.values())
         self.index = next(
             (
                 entry.value
@@ -197,6 +199,7 @@ class _Writer:
             Slot(value, sharding)
             for exit_, value, sharding in sides
             if self._exit_task(value, exit_.kind) == name
+            and Slot(value, sharding) not in self.given
         ]
 
     def _read_later(self, name: str, updates: Sequence[str]) -> set[int]:
