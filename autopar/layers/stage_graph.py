@@ -316,7 +316,7 @@ class _Stage:
         return len(self.values) - 1
 
     def _emit(self, op: Op, task: str) -> None:
-        if all((task, value) in self.env for value in op.outputs):
+        if op.outputs and all((task, value) in self.env for value in op.outputs):
             return
         inputs = tuple(o if isinstance(o, Literal) else self._resolve(o, task) for o in op.inputs)
         outputs = tuple(self._value(value) for value in op.outputs)

@@ -169,7 +169,7 @@ class _Writer:
         totals = self._totals(ops) if name in LOOPED else {}
         wanted = [slot for v, slot in sorted(after.items()) if v in later]
         outputs = tuple(dict.fromkeys([*wanted, *self._exits(name), *totals.values()]))
-        if not outputs:
+        if not outputs and not any(op.effects for op in ops):
             return None
         task = self._task(name, ops, outputs, finished)
         self.held.update(after)

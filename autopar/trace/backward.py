@@ -248,7 +248,7 @@ def _once_around(graph: OpGraph, regions: Sequence[str]) -> list[Step]:
     after: set[int] = set()
     steps = []
     for op, region in zip(graph.ops, regions, strict=True):
-        looped = region in (FORWARD, BACKWARD) and after.isdisjoint(op.reads)
+        looped = region in (FORWARD, BACKWARD) and after.isdisjoint(op.reads) and not op.effects
         outs, uses = tuple(State(ONCE) for _ in op.outputs), tuple(Use() for _ in op.inputs)
         steps.append(Step(LOOP if looped else AFTER, outs, uses if looped else ()))
         if not looped:

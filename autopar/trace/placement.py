@@ -196,6 +196,9 @@ class _Sweep:
         )
 
     def _place(self, op: Op, view: View) -> Step:
+        if op.effects:
+            # A callback sees what it would see of the whole batch, and is called once.
+            return Step(AFTER, _late(view), (), "it calls back, which must happen once")
         kinds = {state.kind for state in view.states}
         scaled = any(state.scale for state in view.states)
         wanted = any(at is not None for at in view.wanted)

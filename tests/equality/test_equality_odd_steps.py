@@ -324,3 +324,57 @@ def test_what_is_handed_on_is_the_callers_and_the_results() -> None:
         if not donate:
             assert differing(results, wanted, TOLERANCE) == []
         step.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_callback_sees_the_whole_batch(count: int) -> None:
+    """Also inside the loss, where only a micro-batch is at hand."""
+    seen: list[list[np.ndarray[Any, Any]]] = []
+
+    def note(*values: Any) -> None:
+        seen.append([np.asarray(value) for value in values])
+
+    def step_fun(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            found = forward(params, batch[0])
+            jax.debug.callback(note, found, batch[1], params["a"]["b"])
+            return jnp.mean((found - batch[1]) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        jax.debug.callback(note, gradient["c"]["b"], value, batch[0])
+        return descended(params, gradient), value
+
+    jax.jit(step_fun)(PARAMS, BATCH)
+    jax.effects_barrier()
+    wanted = list(seen)
+    seen.clear()
+    step = ap.parallelize(
+        step_fun,
+        cluster=ap.Cluster.local(4),
+        method=ap.PipeshardParallel(count, stages=ap.UniformStages(2)),
+        batch_argnums=(1,),
+    )
+    step(PARAMS, BATCH)
+    jax.effects_barrier()
+    step.close()
+    kinds = {row[0].ndim for row in seen}
+    assert kinds == {row[0].ndim for row in wanted} == {1, 2}
+    for row in seen:
+        (expected,) = (other for other in wanted if other[0].ndim == row[0].ndim)
+        assert differing(row, expected, TOLERANCE) == []
+
+
+def test_a_callback_is_not_sent_to_workers() -> None:
+    def step_fun(params: Any, batch: Any) -> Any:
+        value, gradient = jax.value_and_grad(loss_of)(params, *batch)
+        jax.debug.print("loss {}", value)
+        return descended(params, gradient), value
+
+    step = ap.parallelize(
+        step_fun,
+        cluster=ap.Cluster.ray(2, 2),
+        method=ap.PipeshardParallel(2, stages=ap.UniformStages(2)),
+        batch_argnums=(1,),
+    )
+    with pytest.raises(ap.errors.PlanError, match=r"(?s)cannot be sent to a worker.*odd_steps"):
+        step(PARAMS, BATCH)
