@@ -132,18 +132,23 @@ class _Work:
     # --- backward ------------------------------------------------------------------------------
 
     def place_backward(self) -> None:
-        """No later than where the cotangents come from, nor than where the rest is held."""
+        """No later than where the cotangents come from, nor than where the rest is held.
+
+        What the forward makes never goes back to an earlier stage, though: an op that reads values
+        of several stages (the backward of a scan whose forward was hoisted) runs on the last.
+        """
         for op in self.graph.ops:
             if not self.in_loop(op) or self.of[op.index] >= 0 or self.nobodys(op):
                 continue
-            limits = [self.stages - 1]
+            held, cotangents, least = self.stages - 1, self.stages - 1, 0
             for value in op.reads:
                 maker = self.maker.get(value)
                 if maker is not None and self._is_backward(maker):
-                    limits.append(self.of[maker.index])
+                    cotangents = min(cotangents, self.of[maker.index])
                 elif value in self.held:
-                    limits.append(self.held[value][1])
-            self.of[op.index] = min(limits)
+                    held = min(held, self.held[value][1])
+                    least = max(least, self.stage_of(value))
+            self.of[op.index] = min(cotangents, max(held, least))
 
     def _is_backward(self, op: Op) -> bool:
         return self.in_loop(op) and not self.nobodys(op) and self.micro.regions[op.index] != FORWARD

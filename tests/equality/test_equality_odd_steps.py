@@ -119,6 +119,24 @@ def scanned() -> Case:
     return Case(step, (params, BATCH))
 
 
+def equilibrium() -> Case:
+    """A loop over one weight: its backward reads what an earlier stage made."""
+    widths = {"z": (16, 16), "w": (16, 16), "i": (16, 16), "o": (16, 8)}
+    params = {name: drawn(*shape) * 0.3 for name, shape in widths.items()}
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            x = jnp.tanh(jnp.tanh(batch[0] @ params["z"]) @ params["z"])
+            body = lambda _, hidden: jnp.tanh(hidden @ params["w"] + x @ params["i"])  # noqa: E731
+            hidden = jax.lax.fori_loop(0, 5, body, jnp.zeros_like(x))
+            return jnp.mean((hidden @ params["o"] - batch[1]) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        return descended(params, gradient), value
+
+    return Case(step, (params, BATCH), method=ap.PipeshardParallel(2, stages=ap.UniformStages(4)))
+
+
 def mixed() -> Case:
     def step(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -242,7 +260,7 @@ def nested() -> Case:
     return Case(step, (PARAMS, BATCH))
 
 
-SAMPLE = {handed_on: 0, keys: 0, by_hand: 0, keywords: 0}
+SAMPLE = (handed_on, keys, by_hand, keywords, equilibrium)
 CASES = (
     *SAMPLE,
     *(scanned, mixed, inference, own_gradient, branching, averaged, penalised, nested),
