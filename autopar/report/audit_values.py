@@ -39,6 +39,13 @@ _MOVES = (
 ).split()
 """Of a splat these make a splat of the same number, whatever their other operands."""
 
+_POINTWISE = frozenset(
+    "abs add ceil clamp convert_element_type cos div eq exp exp2 expm1 floor ge gt integer_pow "
+    "is_finite le log log1p logistic lt max min mul ne neg pow rsqrt sign sin sqrt square sub "
+    "tanh".split()
+)
+"""Of splats these make a splat: each element is worked out from one element of each operand."""
+
 _CHOICES = ("select_n",)
 """These give one of their operands after the first: if all of those are equal, that one."""
 
@@ -108,13 +115,18 @@ class Numbering:
         key = (name, inputs, params_text(eqn.params) if pure else id(eqn))
         fixed = pure and name not in _PLACES and self.constant.issuperset(inputs)
         for position, var in enumerate(eqn.outvars):
-            if fixed and var.aval.shape == ():
-                self.numbers[var] = self._splat((key, position), var.aval)
+            if fixed and (var.aval.shape == () or self._is_pointwise(name, inputs)):
+                elements = tuple(self.splats.get(number, number) for number in inputs)
+                element = (name, elements, key[2], position)
+                self.numbers[var] = self._splat(element, var.aval)
                 continue
             self.numbers[var] = self._keyed((key, position))
             if fixed:
                 self.constant.add(self.numbers[var])
         return key, fixed
+
+    def _is_pointwise(self, name: str, inputs: Sequence[int]) -> bool:
+        return name in _POINTWISE and all(number in self.splats for number in inputs)
 
     def _known(self, name: str, inputs: tuple[int, ...], eqn: Any) -> int | None:
         """The number of a result that is a splat or one of the operands, else None."""
