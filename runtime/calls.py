@@ -103,7 +103,7 @@ class Calls:
                 self._feed(peer, place, array)
 
     def put(self, peer: Peer, place: int, handle: int, array: Any) -> None:
-        """Place a whole array as the worker wants it for a feed."""
+        """Place a whole array that fits a feed as the worker wants it."""
         self.tell(peer, Kind.PUT, [place, handle])
         self._feed(peer, place, array)
         self._reply(peer)
@@ -111,13 +111,14 @@ class Calls:
     def fetch(self, peer: Peer, handle: int, spec: BufferSpec) -> np.ndarray[Any, Any]:
         """A whole array from a worker."""
         plan = fetch_plan(spec, peer.mesh)
+        # Expected once it has left: of a refused one nothing comes.
+        self.ask(peer, Kind.FETCH, [handle, FIRST_ARRAY_TAG])
         requests = [
             self.transport.irecv(
                 peer.rank, message_tag(FIRST_ARRAY_TAG, index), ArraySpec(tile.shape, spec.dtype)
             )
             for index, tile in enumerate(plan.tiles)
         ]
-        self.ask(peer, Kind.FETCH, [handle, FIRST_ARRAY_TAG])
         self._wait(requests)
         whole = np.empty(spec.shape, jnp.dtype(spec.dtype))
         for tile, request in zip(plan.tiles, requests, strict=True):
@@ -138,14 +139,7 @@ class Calls:
         self.transport.wait(requests, timeout=timeout)
 
     def _feed(self, peer: Peer, place: int, array: Any) -> None:
-        plan, spec = peer.plans[place], peer.feeds[place][1]
-        array = np.asarray(array, dtype=jnp.dtype(spec.dtype))
-        if array.shape != spec.shape:
-            raise WorkerError(
-                "an argument does not fit the plan",
-                got=f"{array.dtype}{list(array.shape)}",
-                why=f"the plan says {spec.dtype}{list(spec.shape)}",
-            )
+        plan = peer.plans[place]
         requests = []
         for index, tile in enumerate(plan.tiles):
             part = contiguous(array[source_slice(plan, tile)])
@@ -161,6 +155,23 @@ class Calls:
 
     def _wait(self, requests: Sequence[Request]) -> None:
         self._watch.wait(self.transport, requests)
+
+
+def fitting(spec: BufferSpec, array: Any, number: int) -> np.ndarray[Any, Any]:
+    """An argument as a feed takes it; asked before anybody is told of it.
+
+    Raises:
+        WorkerError: it is of another shape.
+    """
+    made = np.asarray(array, dtype=jnp.dtype(spec.dtype))
+    if made.shape != spec.shape:
+        raise WorkerError(
+            "an argument does not fit the plan",
+            where=f"argument {number}",
+            got=f"{made.dtype}{list(made.shape)}",
+            why=f"the plan says {spec.dtype}{list(spec.shape)}",
+        )
+    return made
 
 
 def _chunks(handles: Sequence[int], size: int) -> Iterator[Sequence[int]]:

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from autopar.lower.instructions import (
 )
 from autopar.runtime.arrays import DistributedArray
 from autopar.runtime.board import Board
-from autopar.runtime.calls import Calls, Given
+from autopar.runtime.calls import Calls, Given, fitting
 from autopar.runtime.control import FED, Kind
 from autopar.runtime.faults import DIED, diagnose
 from autopar.runtime.peer import Peer, peer_of
@@ -132,22 +132,19 @@ class ProcessPipeline:
         """
         with self._lock:
             self.settle()
-            number, self._number = self._number, self._number + 1
             resident = [
                 self._resident(leaf, row) for leaf, row in zip(leaves, self._uses, strict=True)
             ]
             given = self._arguments(leaves, resident)
             gone = self._given_away(leaves, resident)
+            number, self._number = self._number, self._number + 1
             first = self._next
             self._next += max((len(peer.results) for peer in self._peers), default=0)
-            calls = self._open_calls()
-            try:
+            with self._talk() as calls:
                 for peer in self._peers:
                     rows = [given[peer.rank][key] for key, _ in peer.feeds]
                     calls.step(peer, number, first, rows)
-            except TransportError as error:
-                raise self._failure(error) from error
-            self._pending = [(peer, calls.expect(peer)) for peer in self._peers]
+                self._pending = [(peer, calls.expect(peer)) for peer in self._peers]
             # Freed with the next message: this one still reads them.
             for parts in gone:
                 self.forget(parts)
@@ -160,9 +157,9 @@ class ProcessPipeline:
         found: list[dict[Key, Given]] = [{} for _ in self._peers]
         for number, (leaf, here, row) in enumerate(zip(leaves, resident, self._uses, strict=True)):
             whole = np.asarray(leaf) if row and here is None else None
-            for use, _ in row:
+            for use, spec in row:
                 found[use.rank][number, use.micro] = (
-                    (FED, True, self._part(whole, use))
+                    (FED, True, fitting(spec, self._part(whole, use), number))
                     if here is None
                     else (here.parts[use.rank], use.donated, None)
                 )
@@ -226,13 +223,10 @@ class ProcessPipeline:
             pending, self._pending = self._pending, []
             if not pending:
                 return
-            calls = self._open_calls()
-            try:
+            with self._talk() as calls:
                 self.watch.wait(calls.transport, [head for _, head in pending])
                 for peer, head in pending:
                     calls.answer(peer, head)
-            except (TransportError, WorkerError) as error:
-                raise self._failure(error) from error
 
     # --- faults --------------------------------------------------------------------------------
 
@@ -240,7 +234,8 @@ class ProcessPipeline:
         """Find out who failed, end everything, and say it."""
         step = self._number - 1
         with contextlib.suppress(Exception):
-            self._open_calls().transport.abort(str(error).partition("\n")[0])
+            if self._calls is not None:
+                self._calls.transport.abort(str(error).partition("\n")[0])
         told = self._last_words()
         made = diagnose(self._peers, self._processes.positions(self._board), told, error, step=step)
         self._closed = made.what
@@ -266,9 +261,24 @@ class ProcessPipeline:
                 "was on them is lost",
             )
 
-    def _open_calls(self) -> Calls:
+    @contextlib.contextmanager
+    def _talk(self) -> Iterator[Calls]:
+        """Speak with workers: what fails becomes the one error that names who failed.
+
+        A refusal leaves the conversation in order. Anything else, an interrupt too, leaves it in
+        the middle of a word: nobody could tell afterwards which answer belongs to what.
+        """
         assert self._calls is not None, "no worker was connected"
-        return self._calls
+        try:
+            yield self._calls
+        except WorkerError:
+            raise
+        except TransportError as error:
+            raise self._failure(error) from error
+        except BaseException as error:
+            self._closed = self._closed or f"a call was interrupted: {type(error).__name__}"
+            self.close()
+            raise
 
     # --- arrays --------------------------------------------------------------------------------
 
@@ -282,30 +292,31 @@ class ProcessPipeline:
                 if not fits or self._resident(leaf, row) is not None:
                     placed.append(leaf)
                     continue
-                placed.append(self._place(number, np.asarray(leaf), row))
+                placed.append(self._place(number, leaf, row))
             return placed
 
     def _place(
         self, number: int, array: Any, row: Sequence[tuple[ArgumentUse, BufferSpec]]
     ) -> DistributedArray:
         parts, specs = {}, {}
-        for use, spec in row:
+        fits = [fitting(spec, array, number) for _, spec in row]
+        for (use, spec), whole in zip(row, fits, strict=True):
             peer = self._peers[use.rank]
             place = [key for key, _ in peer.feeds].index((number, WHOLE))
             handle, self._next = self._next, self._next + 1
-            self._open_calls().put(peer, place, handle, array)
+            with self._talk() as calls:
+                calls.put(peer, place, handle, whole)
             parts[use.rank], specs[use.rank] = handle, spec
-        return DistributedArray(self, array.shape, str(array.dtype), parts, specs)
+        first = row[0][1]
+        return DistributedArray(self, first.shape, first.dtype, parts, specs)
 
     def fetch(self, array: DistributedArray) -> np.ndarray[Any, Any]:
         """The whole array, from the first worker that has it."""
         with self._lock:
             self.settle()
             rank, handle = next(iter(array.parts.items()))
-            try:
-                return self._open_calls().fetch(self._peers[rank], handle, array.specs[rank])
-            except TransportError as error:
-                raise self._failure(error) from error
+            with self._talk() as calls:
+                return calls.fetch(self._peers[rank], handle, array.specs[rank])
 
     def forget(self, parts: Mapping[int, int]) -> None:
         """Free these with the next step."""
@@ -319,8 +330,9 @@ class ProcessPipeline:
             if self._closed:
                 return
             self.settle()
-            for rank, handle in parts.items():
-                self._open_calls().delete(self._peers[rank], [handle])
+            with self._talk() as calls:
+                for rank, handle in parts.items():
+                    calls.delete(self._peers[rank], [handle])
 
     # --- what can be asked -----------------------------------------------------------------------
 
@@ -329,10 +341,10 @@ class ProcessPipeline:
         found: list[Mapping[str, int]] = []
         with self._lock:
             self.settle()
-            calls = self._open_calls()
-            for peer in self._peers:
-                calls.delete(peer, peer.take_unwanted())
-                found.append(json.loads(calls.ask(peer, Kind.STATS, [])))
+            with self._talk() as calls:
+                for peer in self._peers:
+                    calls.delete(peer, peer.take_unwanted())
+                    found.append(json.loads(calls.ask(peer, Kind.STATS, [])))
         return found
 
     def record(self, *, on: bool) -> list[list[Mapping[str, Any]]]:
@@ -340,8 +352,9 @@ class ProcessPipeline:
         found = []
         with self._lock:
             self.settle()
-            for peer in self._peers:
-                found.append(json.loads(self._open_calls().ask(peer, Kind.EVENTS, [int(on)])))
+            with self._talk() as calls:
+                for peer in self._peers:
+                    found.append(json.loads(calls.ask(peer, Kind.EVENTS, [int(on)])))
         return found
 
     @property

@@ -64,8 +64,9 @@ def _culprit(
         if words and not words.get("aborted"):
             return peer, "failed", str(words["text"])
     silent = [peer for peer in peers if peer.rank not in told]
-    # One that waits for another is not the one that hangs.
-    busy = [peer for peer in silent if not _text(peer, board).startswith(("RECV", "FEED"))]
+    # One that may wait for another silent one is not the one that hangs.
+    ranks = {peer.rank for peer in silent}
+    busy = [peer for peer in silent if not ranks & _waits(peer, board)]
     for peer in busy or silent:
         return peer, "hangs", str(error)
     return peers[0], "failed", str(error)
@@ -74,6 +75,11 @@ def _culprit(
 def _text(peer: Peer, board: Positions) -> str:
     _, position = board.where(peer.rank) or UNKNOWN
     return peer.texts[position] if 0 <= position < len(peer.texts) else ""
+
+
+def _waits(peer: Peer, board: Positions) -> frozenset[int]:
+    _, position = board.where(peer.rank) or UNKNOWN
+    return peer.waits[position] if 0 <= position < len(peer.waits) else frozenset()
 
 
 def _line(peer: Peer, board: Positions, told: Mapping[int, Words]) -> str:

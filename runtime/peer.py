@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autopar.ir.mesh import Mesh
 from autopar.lower.cross_mesh import TilePlan
 from autopar.lower.instruction_text import instruction_text
-from autopar.lower.instructions import BufferSpec, Key, WorkerProgram
+from autopar.lower.instructions import BufferSpec, Key, Recv, Run, WorkerProgram
 from autopar.runtime.remote_worker import feed_plan
 
 
@@ -22,6 +22,7 @@ class Peer:
         feeds, plans: what it is fed in a step, in order, and by which tiles.
         results: what it keeps of a step, in order.
         texts: of its instructions.
+        waits: per instruction, the workers whose arrays it may have to wait for.
         unwanted: handles it may forget.
     """
 
@@ -32,6 +33,7 @@ class Peer:
     plans: tuple[TilePlan, ...]
     results: tuple[tuple[int, BufferSpec], ...]
     texts: tuple[str, ...]
+    waits: tuple[frozenset[int], ...]
     unwanted: deque[int] = field(default_factory=deque)
 
     def take_unwanted(self, most: int | None = None) -> list[int]:
@@ -54,4 +56,18 @@ def peer_of(worker: WorkerProgram) -> Peer:
         tuple(feed_plan(spec, worker.mesh) for _, spec in feeds),
         worker.results(),
         tuple(map(instruction_text, worker.instructions)),
+        _waits(worker),
     )
+
+
+def _waits(worker: WorkerProgram) -> tuple[frozenset[int], ...]:
+    """A RECV only posts; who reads its buffer first waits for it."""
+    coming: dict[str, int] = {}
+    found = []
+    for item in worker.instructions:
+        if isinstance(item, Recv):
+            coming[item.buffer] = item.peer
+        reads = item.inputs if isinstance(item, Run) else (getattr(item, "buffer", ""),)
+        waited = () if isinstance(item, Recv) else reads
+        found.append(frozenset(coming.pop(name) for name in waited if name in coming))
+    return tuple(found)

@@ -137,8 +137,8 @@ class LocalPipeline:
                     part = array.astype(spec.dtype)
                 key = (number, use.micro)
                 args[use.rank][key] = put_array(part, spec, sharding)
-                # What was moved here is nobody else's; what was given away is not either.
-                if use.donated or args[use.rank][key] is not leaf:
+                # A moved array may share memory with the caller's: it is not ours to hand on.
+                if use.donated and args[use.rank][key] is leaf:
                     gone[use.rank].add(key)
         return args, gone
 
@@ -148,11 +148,21 @@ class LocalPipeline:
         given_away: Sequence[set[Key]],
     ) -> dict[int, Any]:
         """Advance all lists in turn until all are done."""
-        found: dict[int, Any] = {}
         running: dict[int, tuple[Step, Any]] = {}
         for rank, worker in enumerate(self._workers):
             steps = worker.start(self._number, args[rank], {}, given_away[rank])
             running[rank] = (steps, ())
+        try:
+            return self._advance(running)
+        except BaseException:
+            # Also if it was interrupted: its messages must not be taken for those of another step.
+            for steps, _ in running.values():
+                steps.close()
+            self.close()
+            raise
+
+    def _advance(self, running: dict[int, tuple[Step, Any]]) -> dict[int, Any]:
+        found: dict[int, Any] = {}
         while running:
             moved = False
             for rank in list(running):
@@ -165,22 +175,12 @@ class LocalPipeline:
                 except StopIteration as end:
                     found.update(end.value)
                     del running[rank]
-                except WorkerError:
-                    self._abandon(running, rank)
-                    self.close()
-                    raise
             if not moved:
-                self._abandon(running, -1)
                 raise WorkerError(
                     "all workers wait for each other",
                     got="; ".join(str(worker.progress()) for worker in self._workers),
                 )
         return found
-
-    def _abandon(self, running: Mapping[int, tuple[Step, Any]], failed: int) -> None:
-        for rank, (steps, _) in running.items():
-            if rank != failed:
-                steps.close()
 
     def _give_away(self, leaves: Sequence[Any], found: Mapping[int, Any]) -> None:
         """Delete donated arguments, as jax.jit does."""

@@ -65,14 +65,15 @@ def put_array(array: Any, spec: BufferSpec, sharding: jax.sharding.Sharding) -> 
     Raises:
         WorkerError: it is of another shape or dtype.
     """
-    placed = array if in_place(array, sharding) else jax.device_put(array, sharding)
-    if tuple(placed.shape) != spec.shape or placed.dtype != jnp.dtype(spec.dtype):
+    given = array if hasattr(array, "dtype") else np.asarray(array)
+    dtype = jax.dtypes.canonicalize_dtype(given.dtype)
+    if tuple(given.shape) != spec.shape or dtype != jnp.dtype(spec.dtype):
         raise WorkerError(
             "an array does not fit its buffer",
-            got=f"{placed.dtype}{list(placed.shape)}",
+            got=f"{dtype}{list(given.shape)}",
             why=f"the plan says {spec.dtype}{list(spec.shape)}",
         )
-    return placed
+    return given if in_place(given, sharding) else jax.device_put(given, sharding)
 
 
 class Worker:
@@ -286,7 +287,7 @@ class Worker:
 
     def stats(self) -> WorkerStats:
         """Live handles, and the bytes of their shards on this worker's devices."""
-        arrays = tuple(self._store.values())
+        arrays = tuple(array for array in self._store.values() if not array.is_deleted())
         held = sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
         return WorkerStats(len(arrays), held, self._steps)
 
