@@ -142,7 +142,9 @@ def test_asking_is_enough_to_launch(fabric: NcclFabric, pair: list[Transport]) -
         pair[0].isend(1, 1, fabric.from_array(pair[0], sent)),
         pair[1].irecv(0, 1, spec_of(sent)),
     ]
-    assert eventually(lambda: all([request.done() for request in requests]))
+    for _ in range(10_000):  # each time something happens with some probability
+        if all([request.done() for request in requests]):
+            break
     assert bits(fabric.to_array(requests[1].result())) == bits(sent)
     assert requests[0].result() is None
 
