@@ -72,7 +72,8 @@ def lend(
     Returns:
         uint8 [size].
     """
-    owner: Any = (ctypes.c_char * size).from_buffer(memory, offset)  # type: ignore[arg-type]
+    buffer: Any = memory  # numpy's arrays are writable buffers, which not all its stubs say
+    owner: Any = (ctypes.c_char * size).from_buffer(buffer, offset)
     weakref.finalize(owner, give_back, *args).atexit = False
     return np.frombuffer(owner, np.uint8)
 
