@@ -39,8 +39,12 @@ ASK_SECONDS = 1.0
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables that Ray reads when it starts; restored afterwards."""
-    before = {name: os.environ.get(name) for name in values}
+    """Environment variables that Ray reads when it starts; restored afterwards.
+
+    So is what Ray itself sets and leaves behind: other programs of this process, which speak with
+    another Ray, would look for a token.
+    """
+    before = {name: os.environ.get(name) for name in (*values, "RAY_AUTH_MODE")}
     os.environ.update(values)
     try:
         yield

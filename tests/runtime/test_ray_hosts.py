@@ -20,6 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
 ADDRESS = "10.77.0.1:6379"
+CLEAN = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
 
 pytestmark = [
     pytest.mark.full,
@@ -107,7 +108,9 @@ def nodes(hosts: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> I
         ):
             words = (str(RAY), "start", *role, f"--node-ip-address=10.77.0.{number}", *common)
             with (tmp_path_factory.mktemp("ray") / name).open("w") as log:
-                started.append(subprocess.Popen(inside(name, *words), stdout=log, stderr=log))
+                started.append(
+                    subprocess.Popen(inside(name, *words), stdout=log, stderr=log, env=CLEAN)
+                )
             wait_for_port(hosts[0])
         yield
     finally:
@@ -135,6 +138,7 @@ def test_stages_on_two_hosts_and_a_cut_cable(hosts: tuple[str, str]) -> None:
     done = subprocess.run(
         inside(hosts[0], sys.executable, "-c", PROGRAM, ADDRESS, *cut),
         cwd=ROOT,
+        env=CLEAN,
         capture_output=True,
         text=True,
         timeout=300,

@@ -34,7 +34,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @pytest.fixture(scope="module", autouse=True)
 def one_ray() -> Iterator[None]:
+    before = {name for name in os.environ if name.startswith("RAY_")}
     folder = start_ray(None)
+    # What is left behind would change which Ray this process can speak with afterwards.
+    assert {name for name in os.environ if name.startswith("RAY_")} == before
     yield
     stop_ray(folder)
 
